@@ -1,0 +1,1 @@
+"""The vLLM KV connector, scheduler and worker side."""

@@ -1,0 +1,1 @@
+"""NVLink fan-out of replicated caches over the ranks of one group."""

@@ -1,0 +1,1 @@
+"""Triton kernels that move pages, each beside its plain reference."""

@@ -1,0 +1,1 @@
+"""Where the bytes of a page are: geometry without a tensor library."""

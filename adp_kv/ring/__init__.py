@@ -1,0 +1,1 @@
+"""The shared-memory ring: a transfer window, not a cache."""

@@ -1,0 +1,1 @@
+"""The client of the gateway, one per tensor-parallel rank."""

@@ -1,0 +1,1 @@
+"""Copies between GPU memory and the ring on streams of their own."""

@@ -1,0 +1,99 @@
+"""The contract between the SDK client and whatever moves the bytes.
+
+    ring slices (host, one per chunk) ◄──► pages (device, pages_per_slice per chunk)
+
+A mover knows addresses only: no layer, key, socket or vLLM. It is used by one
+thread (the client's); mark() alone may be called by the thread that runs the
+forward pass, since it records on that thread's current stream.
+
+Ordering. A copy starts on the device only after its `after` mark. A Ticket is done
+when its bytes have arrived: for a restore in device memory, for a save in the ring.
+Slices, pages and staging of unfinished tickets must stay valid. Nothing here blocks
+the calling thread, except close(), which waits for what is in flight.
+
+Failure scope: TransferError from restore() or save() concerns that transfer; a
+device that is gone makes every later call raise.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class SliceCopy:
+    """One rank's slices in some ring slots, and the pages that belong to them.
+
+    Attributes:
+        slice_addrs: int64 [n], host address of this rank's slice in each slot, in registered memory.
+        page_addrs: int64 [n, pages_per_slice], device address of each page, in the order
+            in which the pages lie in a slice. All pages of one transfer are disjoint.
+        page_bytes: bytes of every page (> 0); a slice is pages_per_slice * page_bytes long.
+    """
+
+    slice_addrs: NDArray[np.int64]
+    page_addrs: NDArray[np.int64]
+    page_bytes: int
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of one slice."""
+        return self.page_addrs.shape[1] * self.page_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole transfer."""
+        return self.page_addrs.size * self.page_bytes
+
+
+class Mark(Protocol):
+    """A point in the order of the compute stream."""
+
+
+class Ticket(ABC):
+    """A transfer that was started."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Return whether the bytes have arrived; never blocks.
+
+        Raises:
+            TransferError: The device reported an error; the bytes are not to be used.
+        """
+
+    @abstractmethod
+    def fence(self) -> None:
+        """Make the calling thread's current stream wait for the transfer; never blocks the CPU."""
+
+
+class Mover(ABC):
+    """Moves slices between the ring and pages (see the module's contract)."""
+
+    @abstractmethod
+    def register_ring(self, address: int, num_bytes: int) -> None:
+        """Register the mapped ring with the device.
+
+        Raises:
+            TransferError: Registration failed; sticky device errors are cleared.
+        """
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """Record where the caller's current stream stands now."""
+
+    @abstractmethod
+    def restore(self, copy: SliceCopy, after: Mark | None) -> Ticket:
+        """Start ring → pages."""
+
+    @abstractmethod
+    def save(self, copy: SliceCopy, after: Mark | None) -> Ticket:
+        """Start pages → ring."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for transfers in flight and unregister the ring; safe to call twice."""

@@ -1,0 +1,1 @@
+"""Cards: batch key-value stores behind one contract (base.py)."""
