@@ -19,8 +19,9 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -53,10 +54,17 @@ class Fault:
     """
 
     status: Status | None = None
-    ops: Set[Op] = frozenset(Op)
+    ops: AbstractSet[Op] = frozenset(Op)
     probability: float = 1.0
     when: KeyPredicate | None = None
     delay_s: float = 0.0
+
+
+@dataclass(order=True, slots=True)
+class _LateAnswer:
+    due: float
+    number: int
+    give: Callable[[], None] = field(compare=False)
 
 
 class FaultyCard(Card):
@@ -75,7 +83,7 @@ class FaultyCard(Card):
         self._rng = np.random.default_rng(seed)
         self._tokens = itertools.count()
         self._under_way: dict[int, Callable[[StatusArray], None]] = {}
-        self._late: list[tuple[float, int, Callable[[], None]]] = []
+        self._late: list[_LateAnswer] = []
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -176,11 +184,9 @@ class FaultyCard(Card):
 
     def _answer_later(self, token: int, status: StatusArray, delay_s: float) -> None:
         due = time.monotonic() + delay_s
+        give = functools.partial(self._on_done, token, status)
         with self._wake:
-            heapq.heappush(
-                self._late,
-                (due, next(self._tokens), functools.partial(self._on_done, token, status)),
-            )
+            heapq.heappush(self._late, _LateAnswer(due, next(self._tokens), give))
             self._wake.notify()
 
     def _deliver(self) -> None:
@@ -193,9 +199,9 @@ class FaultyCard(Card):
     def _next_answer(self) -> Callable[[], None] | None:
         with self._wake:
             while True:
-                left_s = self._late[0][0] - time.monotonic() if self._late else None
+                left_s = self._late[0].due - time.monotonic() if self._late else None
                 if left_s is not None and (left_s <= 0 or self._closing):
-                    return heapq.heappop(self._late)[2]
+                    return heapq.heappop(self._late).give
                 if self._closing:
                     return None
                 self._wake.wait(left_s)
