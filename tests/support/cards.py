@@ -51,7 +51,7 @@ def value_of(key, length, version=0):
 class Arena:
     """Page-aligned memory that hands out places with a guard page behind each."""
 
-    def __init__(self, num_bytes=32 << 20):
+    def __init__(self, num_bytes=16 << 20):
         self.num_bytes = num_bytes
         self._map = mmap.mmap(-1, num_bytes)
         self.bytes = np.frombuffer(self._map, dtype=np.uint8)
