@@ -86,20 +86,28 @@ install_engine_cpu() {
     pip --no-deps triton
 }
 
-PY=$(find_python)
-PICKED=$(pick_engine)
-case $PICKED in cpu | system) ;; *) die "ADP_KV_ENGINE=$PICKED: not one of auto, cpu, system" ;; esac
+main() {
+    PY=$(find_python)
+    PICKED=$(pick_engine)
+    case $PICKED in
+        cpu | system) ;;
+        *) die "ADP_KV_ENGINE=$PICKED: not one of auto, cpu, system" ;;
+    esac
+    local key
+    key=$(engine_key)
+    if ! stamped engine "$key"; then
+        make_venv
+        [ "$PICKED" = cpu ] && install_engine_cpu
+        stamp engine "$key"
+    fi
+    key=$(project_key)
+    if ! stamped project "$key"; then
+        say "installing adp-kv (editable) and the test and lint tools"
+        pip -e '.[gateway,test,lint]'
+        stamp project "$key"
+    fi
+    say "$VENV is ready (engine: $PICKED)"
+}
 
-key=$(engine_key)
-if ! stamped engine "$key"; then
-    make_venv
-    [ "$PICKED" = cpu ] && install_engine_cpu
-    stamp engine "$key"
-fi
-key=$(project_key)
-if ! stamped project "$key"; then
-    say "installing adp-kv (editable) and the test and lint tools"
-    pip -e '.[gateway,test,lint]'
-    stamp project "$key"
-fi
-say "$VENV is ready (engine: $PICKED)"
+main "$@"
+exit
