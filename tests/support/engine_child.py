@@ -101,7 +101,7 @@ def serve(requests: TextIO, replies: TextIO) -> None:
             break
         try:
             reply = getattr(session, request["op"])(request)
-        except Exception:  # whatever it is, the test must see it
+        except Exception:  # noqa: BLE001 - whatever it is, the test must see it
             reply = {"error": traceback.format_exc()}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()

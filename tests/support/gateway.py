@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from tests.support.process import PYTHON, Child, wait_until
 
@@ -33,7 +34,7 @@ class Gateway:
         self._rings_before = ring_files()
         self.child = Child([PYTHON, "-m", "gateway", *argv], dict(env or {}), "gateway")
 
-    def __enter__(self) -> Gateway:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

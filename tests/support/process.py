@@ -59,7 +59,7 @@ def child_env(extra: Mapping[str, str]) -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
     env["PYTHONHASHSEED"] = "0"
     env["PYTHONUNBUFFERED"] = "1"
-    return env | extra
+    return env | dict(extra)
 
 
 class Child:

@@ -1,0 +1,38 @@
+"""The fixtures of conftest.py catch what they claim to catch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.gateway import SHM
+from tests.support.process import REPO
+
+LEAKY = {
+    "ring": "def test_it():\n    open({shm!r}, 'w').close()\n",
+    "child": "import subprocess\ndef test_it():\n    subprocess.Popen(['sleep', '60'])\n",
+    "grandchild": (
+        "import subprocess\ndef test_it():\n"
+        "    subprocess.run(['sh', '-c', 'sleep 60 & exit 0'], check=True)\n"
+    ),
+}
+WORDS = {"ring": "ring files left", "child": "processes left", "grandchild": "processes left"}
+
+
+@pytest.mark.parametrize("kind", LEAKY)
+def test_leak_is_an_error(kind, tmp_path):
+    shm = SHM / f"adp_kv-leak-{tmp_path.name}-{id(tmp_path)}"
+    test = tmp_path / "test_leaky.py"
+    test.write_text(LEAKY[kind].format(shm=str(shm)))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-W", "default", test],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert WORDS[kind] in done.stdout
+    assert "1 error" in done.stdout
+    assert not shm.exists()
