@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.gateway import ring_files
+from tests.support.process import descendants, mapped_by
 
 VLLM_TIMEOUT_S = 400
 _PR_SET_CHILD_SUBREAPER = 36
@@ -71,6 +72,15 @@ def _leaked_children(before: dict[int, str]) -> dict[int, str]:
         time.sleep(0.05)
 
 
+def _left_rings(before: set[Path]) -> set[Path]:
+    """Return new ring files, but not those that a process of another test run uses."""
+    left = ring_files() - before
+    if left:
+        ours = descendants(os.getpid())
+        left = {ring for ring in left if not mapped_by(ring) - ours and ring.exists()}
+    return left
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves ring files or child processes; they are removed all the same."""
@@ -80,7 +90,7 @@ def nothing_left_behind() -> Iterator[None]:
     for pid in leaked:
         with contextlib.suppress(OSError):
             os.kill(pid, 9)
-    left = ring_files() - rings
+    left = _left_rings(rings)
     for ring in left:
         ring.unlink(missing_ok=True)
     assert not leaked, f"child processes left behind: {leaked}"

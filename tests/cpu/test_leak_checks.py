@@ -1,12 +1,13 @@
 """The fixtures of conftest.py catch what they claim to catch."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from tests.support.gateway import SHM
-from tests.support.process import REPO
+from tests.support.process import REPO, descendants, mapped_by
 
 LEAKY = {
     "ring": "def test_it():\n    open({shm!r}, 'w').close()\n",
@@ -36,3 +37,17 @@ def test_leak_is_an_error(kind, tmp_path):
     assert WORDS[kind] in done.stdout
     assert "1 error" in done.stdout
     assert not shm.exists()
+
+
+def test_ring_of_another_run_is_left_alone(tmp_path):
+    """Two runs on one machine: a ring that a stranger holds is neither ours nor removed."""
+    shm = SHM / f"adp_kv-stranger-{id(tmp_path)}"
+    shm.touch()
+    try:
+        assert mapped_by(shm) == set()
+        with shm.open():
+            assert mapped_by(shm) == {os.getpid()}
+            assert mapped_by(shm) <= descendants(os.getpid())
+            assert mapped_by(shm) - descendants(os.getpid() + 10**7)
+    finally:
+        shm.unlink()

@@ -1,4 +1,9 @@
-"""A gateway in a child process, and a look at what it leaves in /dev/shm."""
+"""A gateway in a child process, and a look at what it leaves in /dev/shm.
+
+with Gateway.serve(card="memory", shared_memory_size="64MiB") as gateway:
+    ... gateway.address ...
+    gateway.stop()
+"""
 
 from __future__ import annotations
 
@@ -9,21 +14,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.support.process import PYTHON, Child, wait_until
+from tests.support.process import PYTHON, Child, free_port, wait_until
 
 SHM = Path("/dev/shm")
-RING_GLOB = "adp_kv*"
+RING_PREFIX = "adp_kv"
+SERVING = r"serving (?:tcp|ipc)://"
 START_TIMEOUT_S = 30.0
 _POLL_S = 0.02
 
 
-def ring_files() -> set[Path]:
-    """Return the ring files that exist now, of whatever process."""
-    return set(SHM.glob(RING_GLOB))
+def ring_files(name: str = "") -> set[Path]:
+    """Return the ring files that exist now, of whatever process; only those with name in theirs."""
+    return set(SHM.glob(f"{RING_PREFIX}*{name}*"))
 
 
 class Gateway:
-    """`python -m gateway` with the given arguments.
+    """`python -m gateway` with the given arguments; Gateway.serve() for the usual case.
 
     Args:
         argv: what follows `python -m gateway`.
@@ -31,8 +37,44 @@ class Gateway:
     """
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        self.address = ""
+        self._ring_name = ""
         self._rings_before = ring_files()
         self.child = Child([PYTHON, "-m", "gateway", *argv], dict(env or {}), "gateway")
+
+    @classmethod
+    def serve(
+        cls,
+        card: str = "memory",
+        card_options: Mapping[str, object] | None = None,
+        address: str | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        **settings: object,
+    ) -> Self:
+        """Start a gateway and wait until it serves.
+
+        Args:
+            card: kind of card.
+            card_options: its options.
+            address: where to listen; a free port of the loopback interface by default. Give
+                the address of a gateway that is gone to restart it in its place.
+            env: added to the child's environment.
+            settings: the gateway's other settings, by name.
+        """
+        address = address or f"tcp://127.0.0.1:{free_port()}"
+        ring_name = re.sub(r"[^A-Za-z0-9]+", "-", address)
+        argv = [f"--listen={address}", f"--card={card}", f"--ring-name={ring_name}"]
+        argv += [f"--card-option={name}={value}" for name, value in (card_options or {}).items()]
+        argv += [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        gateway = cls(argv, env)
+        gateway.address, gateway._ring_name = address, ring_name
+        try:
+            gateway.wait_ready(SERVING)
+        except BaseException:
+            gateway.close()
+            raise
+        return gateway
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +116,9 @@ class Gateway:
         return self.child.log()
 
     def rings(self) -> set[Path]:
-        """Return the ring files that appeared since it was started."""
+        """Return its ring files: those of its ring name, else those newer than itself."""
+        if self._ring_name:
+            return ring_files(self._ring_name)
         return ring_files() - self._rings_before
 
     def stop(self, timeout_s: float = 15.0) -> None:
@@ -94,7 +138,7 @@ class Gateway:
 
     def assert_no_rings(self, timeout_s: float = 0.0) -> None:
         """Raise ChildError unless its ring files are gone within timeout_s."""
-        wait_until(lambda: not self.rings(), timeout_s, f"{RING_GLOB} gone from {SHM}")
+        wait_until(lambda: not self.rings(), timeout_s, f"{RING_PREFIX}* gone from {SHM}")
 
     def close(self) -> None:
         """Kill what is left and clean up; safe to call twice."""

@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,13 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
         time.sleep(_POLL_S)
 
 
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def session_members(session_id: int) -> list[int]:
     """Return the ids of the live (not zombie) processes of a session."""
     members = []
@@ -50,6 +58,29 @@ def session_members(session_id: int) -> list[int]:
             if int(session) == session_id and state != "Z":
                 members.append(int(stat.parent.name))
     return members
+
+
+def descendants(pid: int) -> set[int]:
+    """Return pid and every live process that comes from it."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    family = {pid}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    return family
+
+
+def mapped_by(path: Path) -> set[int]:
+    """Return the processes that map a file or have it open, as far as we may look."""
+    users = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            links = {os.readlink(fd) for fd in (process / "fd").iterdir()}
+            if str(path) in links or f" {path}\n" in (process / "maps").read_text():
+                users.add(int(process.name))
+    return users
 
 
 def child_env(extra: Mapping[str, str]) -> dict[str, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,18 +17,11 @@ from typing import Any, Self
 
 from tests.support import tiny_models
 from tests.support.engine import Completion
-from tests.support.process import PYTHON, Child, wait_until
+from tests.support.process import PYTHON, Child, free_port, wait_until
 
 START_TIMEOUT_S = 240.0
 REQUEST_TIMEOUT_S = 120.0
 MODEL_NAME = "tiny"
-
-
-def free_port() -> int:
-    """Return a TCP port of the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:
