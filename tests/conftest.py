@@ -74,10 +74,11 @@ def _leaked_children(before: dict[int, str]) -> dict[int, str]:
 
 def _left_rings(before: set[Path]) -> set[Path]:
     """Return new ring files, but not those that a process of another test run uses."""
-    left = ring_files() - before
-    if left:
-        ours = descendants(os.getpid())
-        left = {ring for ring in left if not mapped_by(ring) - ours and ring.exists()}
+    left = set()
+    for ring in ring_files() - before:
+        with contextlib.suppress(FileNotFoundError):
+            if not mapped_by(ring) - descendants(os.getpid()):
+                left.add(ring)
     return left
 
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tests.support.gateway import SHM, Gateway
-from tests.support.process import Child, ChildError, session_members, wait_until
+from tests.support.gateway import Gateway
+from tests.support.process import SHM, Child, ChildError, session_members, wait_until
 
 
 def test_child_log_is_shown_when_it_dies():

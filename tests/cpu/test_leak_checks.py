@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from tests.support.gateway import SHM
-from tests.support.process import REPO, descendants, mapped_by
+from tests.support.process import REPO, SHM, descendants, mapped_by
 
 LEAKY = {
     "ring": "def test_it():\n    open({shm!r}, 'w').close()\n",

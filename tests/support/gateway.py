@@ -14,9 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.support.process import PYTHON, Child, free_port, wait_until
+from tests.support.process import PYTHON, SHM, Child, free_port, wait_until
 
-SHM = Path("/dev/shm")
 RING_PREFIX = "adp_kv"
 SERVING = r"serving (?:tcp|ipc)://"
 START_TIMEOUT_S = 30.0
@@ -25,7 +24,7 @@ _POLL_S = 0.02
 
 def ring_files(name: str = "") -> set[Path]:
     """Return the ring files that exist now, of whatever process; only those with name in theirs."""
-    return set(SHM.glob(f"{RING_PREFIX}*{name}*"))
+    return {path for path in SHM.glob(f"{RING_PREFIX}*") if name in path.name}
 
 
 class Gateway:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.engine import Engine
-from tests.support.process import ChildError
+from tests.support.process import SHM, ChildError
 from tests.support.server import Server
 
 pytestmark = pytest.mark.vllm
@@ -51,7 +51,9 @@ def test_llama_tp2_says_the_same_and_dies_whole():
         assert together.token_ids == alone.token_ids
         assert len(engine.child.members()) >= 4  # child, core, two workers
         engine.begin_generate([PROMPT] * 4, max_tokens=1000)
+        shared_before = {*SHM.iterdir()}
         engine.kill9()
+        assert shared_before - {*SHM.iterdir()}, "the engine's shared memory stayed"
         assert engine.child.members() == []
         with pytest.raises(ChildError, match="died before it replied"):
             engine.finish_generate(timeout_s=5)
