@@ -9,10 +9,11 @@
 #
 # Settings (environment):
 #   PYTHON         interpreter with torch, cupy, triton and vLLM [python3]
+#   TESTS          where to look for tests [tests]
 #   PART_TIMEOUT   seconds for each part [900]
 #   ADP_KV_COMMIT  commit of this tree, where there is no .git
 set -uo pipefail
-if [ $# -lt 1 ]; then sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; fi
+if [ $# -lt 1 ]; then sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; fi
 
 mkdir -p "$1" || exit 2
 OUT=$(cd "$1" && pwd)
@@ -38,10 +39,17 @@ else
     done
 fi
 
+# A machine may have pytest and not its timeout plugin, whose settings are then unknown.
+pytest_flags=()
+if ! "$PYTHON" -c 'import pytest_timeout' 2>/dev/null; then
+    pytest_flags=(-o addopts=--import-mode=importlib -W "ignore::pytest.PytestConfigWarning")
+fi
+
 run_part() {
     if [ "$1" = tests ]; then
-        timeout -k 20 "$PART_TIMEOUT" "$PYTHON" -m pytest -m "gpu or multi_gpu" -ra \
-            --junitxml="$OUT/tests.xml"
+        # shellcheck disable=SC2086  # TESTS may name several
+        timeout -k 20 "$PART_TIMEOUT" "$PYTHON" -m pytest "${pytest_flags[@]}" \
+            -m "gpu or multi_gpu" -ra --junitxml="$OUT/tests.xml" ${TESTS:-tests}
     else
         timeout -k 20 "$PART_TIMEOUT" "$PYTHON" -m "benchmarks.$1" --out "$OUT"
     fi

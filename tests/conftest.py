@@ -26,8 +26,10 @@ _GRACE_S = 3.0
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Make orphans of dead children ours, so that a leaked grandchild is seen too."""
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): ignored without pytest-timeout")
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
