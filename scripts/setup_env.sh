@@ -67,6 +67,7 @@ make_venv() {
 
 # Not --system-site-packages: PY may itself live in a virtual environment, whose packages are wanted.
 borrow_packages() {
+    "$VENV/bin/python" -m pip uninstall -qq -y setuptools # older than what torch brings
     "$PY" -c 'import sys; print(*filter(None, sys.path[1:]), sep="\n")' |
         grep -e '-packages$' > "$(site_packages)/adp-borrowed.pth"
     # The tools come anew even where they can be borrowed: their commands must lie in .venv/bin.
