@@ -25,8 +25,8 @@ from adp_kv.config import ConnectorSettings
 from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata, Chunks
 from adp_kv.connector.vllm_view import EngineView, adapter_folder, hashes_repeatable, root_hash
 from adp_kv.layout.fingerprint import digest, weights_fingerprint
-from adp_kv.sdk.loop import OFF_MESSAGE
 from adp_kv.sdk.lookup import LookupClient, LookupTicket
+from adp_kv.sdk.loop import OFF_MESSAGE
 from adp_kv.wire.keys import KeyArray, chunk_keys
 from adp_kv.wire.messages import PROTOCOL_VERSION, Hello
 
@@ -341,10 +341,8 @@ class SchedulerSide:
             self._acknowledged_failure = report.failed_step
             for state in self._states.values():
                 state.next_chunk = 0  # what was computed from lost pages is computed anew
-        for request_id in report.failed_requests:
-            state = self._states.get(request_id)
-            if state is not None:
-                state.failed = True
+        for request_id in report.failed_requests & set(self._states):
+            self._states[request_id].failed = True
         if report.off and not self._ranks_off:
             self._ranks_off = True
             log.error("%s: a worker rank has turned it off", OFF_MESSAGE)
