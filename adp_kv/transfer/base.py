@@ -30,7 +30,7 @@ class SliceCopy:
     """One rank's slices in some ring slots, and the pages that belong to them.
 
     Attributes:
-        slice_addrs: int64 [n], host address of this rank's slice in each slot, in registered memory.
+        slice_addrs: int64 [n], registered host address of this rank's slice in each slot.
         page_addrs: int64 [n, pages_per_slice], device address of each page, in the order
             in which the pages lie in a slice. All pages of one transfer are disjoint.
         page_bytes: bytes of every page (> 0); a slice is pages_per_slice * page_bytes long.
@@ -43,12 +43,12 @@ class SliceCopy:
     @property
     def slice_bytes(self) -> int:
         """Bytes of one slice."""
-        return self.page_addrs.shape[1] * self.page_bytes
+        return int(self.page_addrs.shape[1]) * self.page_bytes
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the whole transfer."""
-        return self.page_addrs.size * self.page_bytes
+        return int(self.page_addrs.size) * self.page_bytes
 
 
 class Mark(Protocol):
@@ -68,7 +68,7 @@ class Ticket(ABC):
 
     @abstractmethod
     def fence(self) -> None:
-        """Make the calling thread's current stream wait for the transfer; never blocks the CPU."""
+        """Make the caller's current stream wait for the transfer; never blocks the CPU."""
 
 
 class Mover(ABC):

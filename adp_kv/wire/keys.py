@@ -77,10 +77,21 @@ def object_keys(chunks: KeyArray, cache_indices: Sequence[int]) -> KeyArray:
     return (salts[:, None, :] ^ chunks[None, :, :]).reshape(-1, KEY_WORDS)
 
 
-def fragment_keys(objects: KeyArray, num_fragments: int) -> KeyArray:
-    """Return the fragment keys of each object, object-major: uint64 [n * num_fragments, 2]."""
-    salts = _salts("fragment", range(num_fragments))
-    return (objects[:, None, :] ^ salts[None, :, :]).reshape(-1, KEY_WORDS)
+def fragment_keys(
+    objects: KeyArray, object_idx: NDArray[np.int64], fragment_idx: NDArray[np.int64]
+) -> KeyArray:
+    """Return the key of each (object, fragment) pair.
+
+    Args:
+        objects: uint64 [n, 2] object keys.
+        object_idx: int64 [m], row of objects that each fragment belongs to.
+        fragment_idx: int64 [m], number of the fragment in its object.
+
+    Returns:
+        uint64 [m, 2].
+    """
+    table = _salts("fragment", range(int(fragment_idx.max()) + 1))
+    return objects[object_idx] ^ table[fragment_idx]
 
 
 def commit_keys(chunks: KeyArray) -> KeyArray:

@@ -1,0 +1,36 @@
+"""`adp-gateway`: read the settings, open the card, serve until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+
+from adp_kv.errors import AdpError
+from gateway.cards.registry import make_card
+from gateway.config import load
+from gateway.server import Server
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the gateway; return 0 after a signal, 2 if it can't start."""
+    try:
+        settings = load(sys.argv[1:] if arguments is None else arguments)
+        logging.basicConfig(
+            level=settings.log_level,
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+            stream=sys.stderr,
+        )
+        card = make_card(settings.card, settings.card_options)
+        server = Server(settings, card)
+    except AdpError as error:
+        sys.stderr.write(f"adp-gateway: {error}\n")
+        return 2
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    server.serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Settings of the gateway: one table, one precedence, the only reader of the environment.
+
+    command line  >  environment ADP_GATEWAY_<NAME>  >  TOML file (--config)  >  default
+
+Sizes are bytes, or text with a unit: 6GiB, 256 KiB, 10GB. An unknown name, a wrong
+type or a value out of range is a ConfigError that names the setting and where it
+was set; nothing has been touched by then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from adp_kv.errors import ConfigError
+from adp_kv.units import GiB, MiB
+from adp_kv.wire.messages import DEFAULT_PORT
+
+FRAGMENT_SIZES = {"local": 261120, "remote": 131072}
+ENV_PREFIX = "ADP_GATEWAY_"
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{p}ib": 1 << (10 * (i + 1)) for i, p in enumerate("kmgt")}
+_UNITS |= {f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+HELP = {
+    "listen": "ZeroMQ address to serve: tcp://HOST:PORT or ipc:///PATH",
+    "ring_name": "makes /dev/shm/adp_kv-<ring_name>.ring; default: from the address",
+    "shared_memory_size": "bytes of ring slots, half for reads and half for writes",
+    "io_size": "largest object the ring is cut for; 0: what the engine declares",
+    "placement": "where the card is: local or remote (NVMe-oF); sets fragment_size",
+    "fragment_size": "longest value of one key on the card; 0: 261120 local, 131072 remote",
+    "card": "kind of card: slab (files or block devices) or memory (RAM, not kept)",
+    "card_options": "options of the card, as --card-option NAME=VALUE, repeatable",
+    "batch_bytes": "ranks get slots in batches of about this size, to overlap card and copy",
+    "rank_deadline_s": "how long the first rank of a request waits for the last",
+    "lease_s": "how long a rank may keep ring slots before the session is ended",
+    "job_deadline_s": "how long the saves of one step may take before they are forgotten",
+    "liveness_s": "a rank silent for longer counts as dead",
+    "heartbeat_s": "how often ranks are asked to ping",
+    "log_level": "DEBUG, INFO, WARNING or ERROR",
+}
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Every setting of the gateway with its default; HELP says what each does."""
+
+    listen: str = f"tcp://127.0.0.1:{DEFAULT_PORT}"
+    ring_name: str = ""
+    shared_memory_size: int = 6 * GiB
+    io_size: int = 0
+    placement: str = "local"
+    fragment_size: int = 0
+    card: str = "slab"
+    card_options: dict[str, str | int | float | bool] = {}
+    batch_bytes: int = 16 * MiB
+    rank_deadline_s: float = 20.0
+    lease_s: float = 60.0
+    job_deadline_s: float = 120.0
+    liveness_s: float = 60.0
+    heartbeat_s: float = 1.0
+    log_level: str = "INFO"
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"tcp://[^/]+:\d+|ipc:///.+", self.listen):
+            raise ConfigError(
+                f"listen = {self.listen!r}: expected tcp://HOST:PORT or ipc:///absolute/path"
+            )
+        if self.ring_name and not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", self.ring_name):
+            raise ConfigError(f"ring_name = {self.ring_name!r}: letters, digits, '_', '.', '-'")
+        if self.placement not in FRAGMENT_SIZES:
+            raise ConfigError(f"placement = {self.placement!r}: expected local or remote")
+        if self.log_level not in {"DEBUG", "INFO", "WARNING", "ERROR"}:
+            raise ConfigError(f"log_level = {self.log_level!r}: DEBUG, INFO, WARNING or ERROR")
+        for name, low in _LOWEST.items():
+            if getattr(self, name) < low:
+                raise ConfigError(f"{name} = {getattr(self, name)}: at least {low}")
+
+    @property
+    def effective_ring_name(self) -> str:
+        """The ring's name; by default from the address, so that two gateways differ."""
+        return self.ring_name or re.sub(r"[^A-Za-z0-9]+", "-", self.listen.split("://")[1]).strip(
+            "-"
+        )
+
+    @property
+    def effective_fragment_size(self) -> int:
+        """fragment_size, or what the placement implies."""
+        return self.fragment_size or FRAGMENT_SIZES[self.placement]
+
+
+_LOWEST: dict[str, float] = {
+    "shared_memory_size": 8192,
+    "io_size": 0,
+    "fragment_size": 0,
+    "batch_bytes": 1,
+    "rank_deadline_s": 0.001,
+    "lease_s": 0.001,
+    "job_deadline_s": 0.001,
+    "liveness_s": 0.001,
+    "heartbeat_s": 0.001,
+}
+_SIZES = {"shared_memory_size", "io_size", "fragment_size", "batch_bytes"}
+
+
+def parse_size(value: object, where: str) -> int:
+    """Return bytes of an int or of text with a unit.
+
+    Raises:
+        ConfigError: Neither; where names the setting.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{where} = {value!r}: expected bytes, such as 6GiB, 256KiB or 131072")
+    return int(float(match[1]) * unit)
+
+
+def load(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
+    """Return the settings of a command line, the environment and the file it names.
+
+    Raises:
+        ConfigError: A setting is unknown, of a wrong type or out of range.
+        SystemExit: --help, or a flag that does not exist.
+    """
+    flags = vars(_parser().parse_args(arguments))
+    config = flags.pop("config")
+    options = flags.pop("card_option") or []
+    merged: dict[str, Any] = {}
+    if config is not None:
+        merged |= _from_file(Path(config))
+    merged |= _from_environment(os.environ if environ is None else environ)
+    merged |= {name: value for name, value in flags.items() if value is not None}
+    if options:
+        merged["card_options"] = dict(merged.get("card_options", {})) | dict(
+            _option(text) for text in options
+        )
+    return _build(merged)
+
+
+def _build(merged: dict[str, Any]) -> Settings:
+    unknown = sorted(set(merged) - set(HELP))
+    if unknown:
+        raise ConfigError(
+            f"unknown setting {unknown[0]!r}; there are: {', '.join(Settings.__struct_fields__)}"
+        )
+    for name in _SIZES & set(merged):
+        merged[name] = parse_size(merged[name], name)
+    try:
+        return msgspec.convert(merged, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"settings: {error}") from error
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for variable, value in environ.items():
+        if variable.startswith(ENV_PREFIX):
+            name = variable.removeprefix(ENV_PREFIX).lower()
+            if name == "card_options":
+                found[name] = dict(_option(text) for text in value.split(","))
+            else:
+                found[name] = value
+    return found
+
+
+def _option(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise ConfigError(f"card option {text!r}: expected NAME=VALUE")
+    return name.strip().replace("-", "_"), value.strip()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="adp-gateway",
+        description="Storage gateway of adp_kv: serves the ranks of one vLLM engine from a card.",
+        epilog="Every setting may also stand in the TOML file of --config, or in the environment "
+        f"as {ENV_PREFIX}<NAME>. A flag wins over the environment, that over the file. "
+        "Example: adp-gateway --card slab --card-option path=/mnt/nvme/adp "
+        "--card-option capacity=200GiB",
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
+    defaults = Settings()
+    for name in Settings.__struct_fields__:
+        if name == "card_options":
+            parser.add_argument(
+                "--card-option", action="append", metavar="NAME=VALUE", help=HELP[name]
+            )
+            continue
+        default = getattr(defaults, name)
+        shown = f"{HELP[name]} (default: {default!r})"
+        parser.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=shown)
+    return parser

@@ -1,0 +1,160 @@
+"""Objects on a card: split into fragments, spread over databases, put together again.
+
+    object (one ring slot) ─► fragments of at most fragment_size ─► (database, key, address)
+
+The database of a fragment is (object key + fragment number) mod databases, so that
+the fragments of one object, and neighbouring objects, lie in different databases.
+
+Threads: everything here runs on the gateway's main thread; a card's completion
+enters through `_on_done` from its own thread and is handled by poll().
+Failure scope: an object fails when any of its fragments does, with the worst status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adp_kv.wire.keys import KeyArray, commit_keys, fragment_keys
+from gateway.cards.base import Batch, Card, Op, StatusArray
+
+Then: TypeAlias = Callable[[StatusArray], None]
+"""Called on the main thread with one status an object."""
+
+
+class ObjectStore:
+    """Batches of objects against one card.
+
+    Args:
+        card: opened here, closed by close().
+        fragment_size: longest fragment in bytes; lowered to what the card takes.
+    """
+
+    def __init__(self, card: Card, fragment_size: int) -> None:
+        self.card = card
+        limits = card.limits
+        aligned = fragment_size - fragment_size % limits.alignment_bytes
+        self.fragment_size = min(aligned or limits.alignment_bytes, limits.max_value_bytes)
+        self.num_inflight = 0
+        self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._num_databases = limits.num_databases
+        self._next_token = 1
+        self._pending: dict[int, tuple[NDArray[np.int64] | None, Then]] = {}
+        self._completions: deque[tuple[int, StatusArray]] = deque()
+        card.open(self._on_done)
+
+    def _on_done(self, token: int, status: StatusArray) -> None:
+        self._completions.append((token, status))
+        os.eventfd_write(self.wakeup_fd, 1)
+
+    def poll(self) -> None:
+        """Run the continuations of batches that have ended."""
+        if not self._completions:
+            return
+        with contextlib.suppress(BlockingIOError):  # an earlier poll took that entry along
+            os.eventfd_read(self.wakeup_fd)
+        while self._completions:
+            token, status = self._completions.popleft()
+            starts, then = self._pending.pop(token)
+            self.num_inflight -= 1
+            then(status if starts is None else np.maximum.reduceat(status, starts))
+
+    def read(
+        self,
+        objects: KeyArray,
+        addresses: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        then: Then,
+    ) -> None:
+        """Read objects into memory; `then` gets one status an object."""
+        self._move(Op.READ, objects, addresses, lengths, then)
+
+    def write(
+        self,
+        objects: KeyArray,
+        addresses: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        then: Then,
+    ) -> None:
+        """Write objects from memory; `then` gets one status an object."""
+        self._move(Op.WRITE, objects, addresses, lengths, then)
+
+    def _move(
+        self,
+        op: Op,
+        objects: KeyArray,
+        addresses: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        then: Then,
+    ) -> None:
+        size = self.fragment_size
+        counts = -(-lengths // size)
+        starts = np.cumsum(counts) - counts
+        object_idx = np.repeat(np.arange(len(objects), dtype=np.int64), counts)
+        fragment_idx = np.arange(len(object_idx), dtype=np.int64) - starts[object_idx]
+        offsets = fragment_idx * size
+        batch = Batch(
+            op=op,
+            token=self._next_token,
+            databases=self._databases(objects[object_idx, 0], fragment_idx),
+            keys=fragment_keys(objects, object_idx, fragment_idx),
+            addresses=(addresses[object_idx] + offsets).astype(np.uint64),
+            lengths=np.minimum(lengths[object_idx] - offsets, size).astype(np.uint32),
+        )
+        self._submit(batch, None if len(objects) == len(object_idx) else starts, then)
+
+    def committed(self, chunks: KeyArray, then: Then) -> None:
+        """Ask which chunks have a commit record; status OK or not."""
+        self._marker(Op.EXIST, chunks, then)
+
+    def commit(self, chunks: KeyArray, then: Then) -> None:
+        """Write the chunks' commit records: all their objects are on the card."""
+        self._marker(Op.WRITE, chunks, then)
+
+    def uncommit(self, chunks: KeyArray, then: Then) -> None:
+        """Remove the chunks' commit records, so that they are not offered again."""
+        self._marker(Op.DELETE, chunks, then)
+
+    def _marker(self, op: Op, chunks: KeyArray, then: Then) -> None:
+        keys = commit_keys(chunks)
+        zero = np.zeros(len(keys), dtype=np.int64)
+        batch = Batch(
+            op=op,
+            token=self._next_token,
+            databases=self._databases(keys[:, 0], zero),
+            keys=keys,
+            addresses=zero.astype(np.uint64),
+            lengths=zero.astype(np.uint32),
+        )
+        self._submit(batch, None, then)
+
+    def _databases(
+        self, words: NDArray[np.uint64], fragment_idx: NDArray[np.int64]
+    ) -> NDArray[np.uint16]:
+        spread = words + fragment_idx.astype(np.uint64)
+        return (spread % np.uint64(self._num_databases)).astype(np.uint16)
+
+    def _submit(self, batch: Batch, starts: NDArray[np.int64] | None, then: Then) -> None:
+        self._pending[batch.token] = (starts, then)
+        self._next_token += 1
+        self.num_inflight += 1
+        try:
+            self.card.submit(batch)
+        except BaseException:
+            del self._pending[batch.token]
+            self.num_inflight -= 1
+            raise
+
+    def close(self) -> None:
+        """Close the card; continuations of unfinished batches never run."""
+        self.card.close()
+        self._pending.clear()
+        if self.wakeup_fd >= 0:
+            os.close(self.wakeup_fd)
+            self.wakeup_fd = -1

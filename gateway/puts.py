@@ -1,0 +1,182 @@
+"""Puts: objects from ring slots onto the card, and the commit of whole chunks.
+
+    all ranks ask ─► slots ─► Granted ─► ranks fill, Release ─► card writes ─► commit
+
+A job is the puts of one set of chunks over all caches of the engine. Chunks that
+have a commit record when the job begins are not written again (NO_SLOT). When every
+put of the job has ended, the chunks of which every object was written get their
+commit record: a chunk half written is never offered. A put that fails leaves objects
+without a commit record, which a later put of the same chunk overwrites.
+
+Contract of requests, threads and failure: requests.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adp_kv.errors import WireError
+from adp_kv.wire.keys import KeyArray
+from adp_kv.wire.messages import NO_SLOT, Put
+from gateway.cards.base import StatusArray
+from gateway.requests import Context, Request, RequestTable, SlotBatch
+
+
+@dataclass(slots=True)
+class Job:
+    """The puts of one set of chunks.
+
+    Attributes:
+        packed_chunks: as every put of the job sends them.
+        missing: bool [n]: which chunks had no commit record; None until the card answered.
+        num_written: int64 [n] objects written of each chunk.
+        open_caches: caches whose put has not ended.
+    """
+
+    packed_chunks: bytes
+    chunks: KeyArray
+    num_written: NDArray[np.int64]
+    open_caches: set[int]
+    deadline: float
+    missing: NDArray[np.bool_] | None = None
+    claimed: set[int] = field(default_factory=set)
+
+
+class PutTable(RequestTable):
+    """All puts of one session."""
+
+    kind = "put"
+
+    def __init__(self, context: Context, job_deadline_s: float) -> None:
+        super().__init__(context)
+        self._jobs: dict[int, Job] = {}
+        self._job_deadline_s = job_deadline_s
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that have not ended."""
+        return len(self._jobs)
+
+    def _on_open(self, request: Request) -> None:
+        put = _put_of(request)
+        job = self._jobs.get(put.job)
+        if job is None:
+            job = self._open_job(put, request.chunks)
+        if job.packed_chunks != put.chunks:
+            raise WireError(f"puts of job {put.job:#x} name different chunks")
+        if job.claimed & set(put.caches):
+            raise WireError(f"job {put.job:#x} stores a cache twice")
+        job.claimed |= set(put.caches)
+
+    def _open_job(self, put: Put, chunks: KeyArray) -> Job:
+        job = Job(
+            packed_chunks=put.chunks,
+            chunks=chunks,
+            num_written=np.zeros(len(chunks), dtype=np.int64),
+            open_caches=set(self._ctx.session.caches),
+            deadline=self._ctx.clock() + self._job_deadline_s,
+        )
+        self._jobs[put.job] = job
+
+        def then(status: StatusArray) -> None:
+            job.missing = status != 0
+            self._ctx.counters.add("chunks_already_stored", int((status == 0).sum()))
+            self.pump()
+
+        self._ctx.store.committed(chunks, then)
+        return job
+
+    def pump(self) -> None:
+        """Grant slots while they are free, in the order of arrival."""
+        for request in list(self._requests.values()):
+            job = self._jobs.get(_put_of(request).job)
+            if job is None and not request.failed and request.num_started == 0:
+                self._fail(request, "its job ended without it")
+            if job is None or job.missing is None or not request.all_arrived:
+                continue
+            while not request.failed and request.num_started < len(request.objects):
+                if not self._start(request, job.missing):
+                    return
+
+    def _start(self, request: Request, missing: NDArray[np.bool_]) -> bool:
+        first, count = request.num_started, self._next_count(request)
+        wanted = missing[request.chunk_of(np.arange(first, first + count))]
+        slots = np.full(count, NO_SLOT, dtype=np.uint32)
+        if wanted.any():
+            taken = self._slots.try_allocate(int(wanted.sum()))
+            if taken is None:
+                return False
+            slots[wanted] = taken
+        batch = SlotBatch(first, slots)
+        request.batches[first] = batch
+        request.num_started += count
+        self._grant(request, batch)
+        return True
+
+    def _on_complete(self, request: Request) -> None:
+        """Nothing beyond pump()."""
+
+    def _on_released(self, request: Request, batch: SlotBatch) -> None:
+        wanted = batch.wanted
+        if batch.refused or not wanted.any():
+            if batch.refused:
+                self._ctx.counters.add("objects_not_filled", int(wanted.sum()))
+            self._drop(request, batch)
+            return
+        self._ctx.store.write(
+            request.objects[batch.span][wanted],
+            self._ctx.mapping.write_addresses(batch.slots[wanted]),
+            request.lengths[batch.span][wanted],
+            lambda status: self._on_written(request, batch, status),
+        )
+
+    def _on_written(self, request: Request, batch: SlotBatch, status: StatusArray) -> None:
+        objects = batch.first + np.flatnonzero(batch.wanted)
+        good = status == 0
+        self._ctx.counters.add("objects_written", int(good.sum()))
+        self._ctx.counters.add("bytes_written", int(request.lengths[objects[good]].sum()))
+        self._ctx.counters.add("objects_not_written", int((~good).sum()))
+        batch.status = status
+        job = self._jobs.get(_put_of(request).job)
+        if job is not None:
+            np.add.at(job.num_written, request.chunk_of(objects[good]), 1)
+        self._drop(request, batch)
+        self.pump()
+
+    def _on_end(self, request: Request) -> None:
+        put = _put_of(request)
+        job = self._jobs.get(put.job)
+        if job is None:
+            return
+        job.open_caches -= set(put.caches)
+        if not job.open_caches:
+            del self._jobs[put.job]
+            self._commit(job)
+
+    def _commit(self, job: Job) -> None:
+        whole = job.num_written == len(self._ctx.session.caches)
+        if not whole.any():
+            return
+
+        def then(status: StatusArray) -> None:
+            self._ctx.counters.add("chunks_committed", int((status == 0).sum()))
+
+        self._ctx.store.commit(job.chunks[whole], then)
+
+    def tick(self) -> None:
+        """As for every table; a job whose puts never all came is forgotten uncommitted."""
+        now = self._ctx.clock()
+        for number, job in list(self._jobs.items()):
+            if now > job.deadline:
+                del self._jobs[number]
+                self._ctx.counters.add("jobs_expired")
+        super().tick()
+
+
+def _put_of(request: Request) -> Put:
+    if not isinstance(request.message, Put):
+        raise TypeError(f"not a put: {request.message!r}")
+    return request.message

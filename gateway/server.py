@@ -1,0 +1,284 @@
+"""The poll loop: one ROUTER socket, one card, at most one engine at a time.
+
+    socket ─► frames ─► Engine ─► tables ─► ObjectStore ─► card
+                                     ▲                       │ eventfd
+                                     └───────── poll() ◄─────┘
+
+Threads: serve() owns the socket and everything behind it; the card has its own
+threads and reaches this one through the store's eventfd. stop() may be called from a
+signal handler. Failure scope: a malformed message or a wrong request costs its
+sender a line in the log and, where it was asking, a Refused or Failed; it never ends
+the loop. An engine that ends is answered Goodbye and makes room for the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from adp_kv.errors import AdpError, ConfigError, RingError, WireError
+from adp_kv.ring.region import RingFile, ring_path, sweep
+from adp_kv.wire.frames import MAX_MESSAGE_BYTES, decode_at_gateway, encode
+from adp_kv.wire.messages import (
+    Attached,
+    Failed,
+    Get,
+    Goodbye,
+    Hello,
+    Lookup,
+    Ping,
+    Pong,
+    Put,
+    Refused,
+    Release,
+    StatsReply,
+    StatsRequest,
+    ToGateway,
+    ToRank,
+)
+from gateway.cards.base import Card
+from gateway.config import Settings
+from gateway.counters import Counters
+from gateway.engine import Engine
+from gateway.objects import ObjectStore
+from gateway.session import check_hello
+
+log = logging.getLogger("adp_kv.gateway")
+
+TICK_S = 0.1
+SEND_QUEUE_MESSAGES = 100_000
+MESSAGES_A_TURN = 256
+RETRY = "retry: "
+"""Prefix of a Refused that a rank should answer by asking again."""
+
+
+class Server:
+    """Serves one engine after another until stop().
+
+    Args:
+        settings: checked settings.
+        card: not yet open.
+        clock: monotonic seconds.
+
+    Raises:
+        ConfigError: The address is taken.
+        RingError: /dev/shm has too little room.
+        CardError: The card can't be opened.
+    """
+
+    def __init__(
+        self, settings: Settings, card: Card, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._counters = Counters()
+        self._engine: Engine | None = None
+        self._running = True
+        self._next_tick = clock()
+        self._context = zmq.Context()
+        self._socket = self._bind()
+        try:
+            sweep(ring_path(settings.effective_ring_name))
+            self._ring: RingFile | None = self._reserve()
+            self._store = ObjectStore(card, settings.effective_fragment_size)
+        except BaseException:
+            self._close_socket()
+            raise
+        self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def _bind(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
+        socket.setsockopt(zmq.LINGER, 200)
+        try:
+            socket.bind(self._settings.listen)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            self._context.term()
+            raise ConfigError(
+                f"listen = {self._settings.listen}: {error}; is another gateway running there? "
+                "Give each engine's gateway its own port"
+            ) from error
+        return socket
+
+    def _reserve(self) -> RingFile:
+        return RingFile(self._settings.effective_ring_name, self._settings.shared_memory_size)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """All sums since the start, the card's prefixed with card_."""
+        card = {f"card_{name}": value for name, value in self._store.card.stats().items()}
+        return self._counters.snapshot() | card
+
+    def stop(self) -> None:
+        """Let serve() return; safe from a signal handler or another thread."""
+        self._running = False
+        os.eventfd_write(self._stop_fd, 1)
+
+    def serve(self) -> None:
+        """Serve until stop(), then say Goodbye and close everything."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._store.wakeup_fd, zmq.POLLIN)
+        poller.register(self._stop_fd, zmq.POLLIN)
+        log.info(
+            "serving %s; card %s, fragment_size %d",
+            self._settings.listen,
+            self._settings.card,
+            self._store.fragment_size,
+        )
+        try:
+            while self._running:
+                poller.poll(max(0, int((self._next_tick - self._clock()) * 1000)))
+                self._turn()
+        finally:
+            self._close()
+
+    def _turn(self) -> None:
+        self._store.poll()
+        for _ in range(MESSAGES_A_TURN):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._on_frames(frames)
+        self._store.poll()
+        if self._clock() >= self._next_tick:
+            self._next_tick = self._clock() + TICK_S
+            self._tick()
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        identity, *payload = frames
+        try:
+            self._on_message(identity, decode_at_gateway(payload))
+        except WireError as error:
+            self._counters.add("bad_messages")
+            log.warning("message from peer %s refused: %s", identity.hex(), error)
+        except AdpError as error:
+            log.error("while serving peer %s: %s", identity.hex(), error)  # noqa: TRY400
+
+    def _on_message(self, identity: bytes, message: ToGateway) -> None:
+        if isinstance(message, Hello):
+            self._on_hello(identity, message)
+            return
+        if isinstance(message, StatsRequest):
+            self._deliver(identity, StatsReply(self.counters))
+            return
+        engine = self._engine
+        rank = None if engine is None else engine.rank_of(identity)
+        if engine is None or rank is None or engine.ended is not None:
+            if not isinstance(message, Goodbye | Pong):
+                self._deliver(
+                    identity, Goodbye("this gateway does not know you: restart the engine")
+                )
+            return
+        engine.touch(rank)
+        try:
+            self._dispatch(engine, identity, rank, message)
+        except WireError as error:
+            if isinstance(message, Get | Put):
+                self._deliver(identity, Failed(message.seq, str(error)))
+            raise
+
+    def _dispatch(self, engine: Engine, identity: bytes, rank: int, message: ToGateway) -> None:
+        if isinstance(message, Get | Put | Release):
+            engine.request(rank, message)
+        elif isinstance(message, Lookup):
+            engine.lookup(rank, message)
+        elif isinstance(message, Ping):
+            self._deliver(identity, Pong(message.nonce))
+        elif isinstance(message, Attached):
+            engine.attached(rank, message)
+        elif isinstance(message, Goodbye):
+            engine.end(f"rank {rank} left: {message.reason}")
+
+    def _on_hello(self, identity: bytes, hello: Hello) -> None:
+        try:
+            check_hello(hello)
+            engine = self._engine_for(hello)
+            engine.hello(identity, hello)
+        except (WireError, RingError) as error:
+            self._counters.add("hellos_refused")
+            self._deliver(identity, Refused(str(error)))
+            if isinstance(error, RingError) and self._engine is not None:
+                self._engine.end(str(error))
+            if not str(error).startswith(RETRY):
+                log.warning("Hello of rank %d refused: %s", hello.rank, error)
+
+    def _engine_for(self, hello: Hello) -> Engine:
+        engine = self._engine
+        if engine is not None and engine.ended is None and engine.session.engine != hello.engine:
+            engine.check_peers(Ping(0))
+        if engine is not None and engine.ended is not None:
+            self._retire(engine)
+            engine = self._engine
+            if engine is not None:
+                raise WireError(f"{RETRY}the last engine's transfers are still ending")
+        if engine is not None and engine.session.engine != hello.engine:
+            raise WireError(
+                f"{RETRY}this gateway serves engine {engine.session.engine}; one gateway serves "
+                "one engine: start another with its own --listen port"
+            )
+        if engine is None:
+            ring = self._ring or self._reserve()
+            self._ring = None
+            engine = self._engine = Engine(
+                hello,
+                self._settings,
+                ring,
+                self._store,
+                self._counters,
+                self._deliver,
+                self._clock,
+            )
+        return engine
+
+    def _retire(self, engine: Engine) -> None:
+        if engine.drained:
+            engine.close()
+            self._engine = None
+
+    def _tick(self) -> None:
+        engine = self._engine
+        if engine is not None:
+            engine.tick()
+            if engine.ended is not None:
+                self._retire(engine)
+        if self._engine is None and self._ring is None:
+            try:
+                self._ring = self._reserve()
+            except RingError as error:
+                log.debug("no room for the next engine's ring yet: %s", error)
+
+    def _deliver(self, identity: bytes, message: ToRank) -> bool:
+        try:
+            self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            # EHOSTUNREACH: the peer's connection is gone. EAGAIN: it does not read.
+            log.info("peer %s is not reachable: %s", identity.hex(), error)
+            return False
+        return True
+
+    def _close(self) -> None:
+        if self._engine is not None:
+            self._engine.end("the gateway is shutting down")
+        self._store.close()
+        if self._engine is not None:
+            self._engine.close()
+        if self._ring is not None:
+            self._ring.close()
+        self._close_socket()
+        os.close(self._stop_fd)
+
+    def _close_socket(self) -> None:
+        self._socket.close()
+        self._context.term()
+        if self._settings.listen.startswith("ipc://"):
+            Path(self._settings.listen.removeprefix("ipc://")).unlink(missing_ok=True)
