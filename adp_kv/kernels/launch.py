@@ -9,9 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from adp_kv.kernels.copy_pages import copy_pages_kernel
 from adp_kv.units import ceil_div
 
@@ -37,17 +34,10 @@ class Shape:
     num_warps: int
 
 
-WORDS = Shape(rows=8, cols=256, num_warps=4)
-"""16 KiB in flight a program, 2 KiB a unit."""
+WORDS = Shape(rows=16, cols=256, num_warps=4)
+"""32 KiB in flight a program, 2 KiB a unit: 8 programs fill the link in both directions, at
+pages of 8 and 72 KiB alike (H200, benchmarks/scatter.py)."""
 BYTES = Shape(rows=8, cols=512, num_warps=4)
-
-
-def common_alignment(page_bytes: int, *addrs: NDArray[np.int64]) -> int:
-    """Return 16, 8 or 1: the largest of them that divides the page and every address."""
-    bits = page_bytes
-    for table in addrs:
-        bits |= int(np.bitwise_or.reduce(table, axis=None))
-    return next(align for align in (16, 8, 1) if bits % align == 0)
 
 
 def copy_pages(

@@ -5,7 +5,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
-from adp_kv.kernels.launch import common_alignment, copy_pages  # noqa: E402
+from adp_kv.kernels.alignment import common_alignment  # noqa: E402
+from adp_kv.kernels.launch import copy_pages  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
