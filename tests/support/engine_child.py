@@ -1,0 +1,119 @@
+"""The child of engine.py: reads requests from stdin, answers on what was stdout.
+
+vLLM prints where it likes, so file descriptor 1 is pointed at the log first.
+Environment that depends on the device is set here, before vLLM is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any, TextIO
+
+from tests.support import device
+
+
+class Session:
+    """One engine and the operations a test may ask for."""
+
+    def __init__(self) -> None:
+        self.llm: Any = None
+
+    def start(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Build the engine."""
+        given = request["engine_args"]
+        kind = device.find_device()
+        device.set_environment(kind, given.get("tensor_parallel_size", 1))
+        given.setdefault("disable_log_stats", False)  # carries the time to the first token
+        engine_args = device.engine_args(kind, request["model_args"], given)
+        began = time.monotonic()
+        import vllm  # not before the environment is set
+
+        self.llm = vllm.LLM(**engine_args)
+        seconds = time.monotonic() - began
+        facts = {"vllm": vllm.__version__, "device": kind, "start_s": seconds}
+        return facts | {"engine_args": engine_args}
+
+    def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Run prompts and describe what came out."""
+        from vllm import SamplingParams
+
+        sampling = dict(request["sampling"])
+        if request["logprobs"]:
+            sampling["logprobs"] = 0  # the chosen token's alone
+        prompts: list[dict[str, Any]] = [{"prompt_token_ids": p} for p in request["prompts"]]
+        if request["cache_salt"] is not None:
+            for prompt in prompts:
+                prompt["cache_salt"] = request["cache_salt"]
+        extra: dict[str, Any] = {}
+        if request["lora"]:
+            from vllm.lora.request import LoRARequest
+
+            adapter = request["lora"]
+            extra["lora_request"] = LoRARequest(adapter["name"], adapter["number"], adapter["path"])
+        outputs = self.llm.generate(prompts, SamplingParams(**sampling), use_tqdm=False, **extra)
+        return {"completions": [describe(output) for output in outputs]}
+
+    def reset_prefix_cache(self, _request: dict[str, Any]) -> dict[str, Any]:
+        """Forget the local prefix cache."""
+        return {"reset": bool(self.llm.reset_prefix_cache())}
+
+    def metrics(self, _request: dict[str, Any]) -> dict[str, Any]:
+        """Return counters and gauges, summed over labels."""
+        totals: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            value = getattr(metric, "value", None)
+            if value is not None:
+                totals[metric.name] = totals.get(metric.name, 0.0) + float(value)
+        return {"metrics": totals}
+
+    def shutdown(self) -> None:
+        """End the engine as LLM's own destructor would, but at a known time."""
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+
+
+def describe(output: Any) -> dict[str, Any]:
+    """Return one RequestOutput as Completion's fields."""
+    first = output.outputs[0]
+    tokens = list(first.token_ids)
+    logprobs: list[float | None] = [None] * len(tokens)
+    if first.logprobs is not None:
+        logprobs = [row[token].logprob for token, row in zip(tokens, first.logprobs, strict=True)]
+    return {
+        "token_ids": tokens,
+        "logprobs": logprobs,
+        "num_cached_tokens": output.num_cached_tokens,
+        "ttft_s": getattr(output.metrics, "first_token_latency", None),
+        "finish_reason": first.finish_reason,
+    }
+
+
+def serve(requests: TextIO, replies: TextIO) -> None:
+    """Answer requests until "exit" or the end of the input."""
+    session = Session()
+    for line in requests:
+        request = json.loads(line)
+        if request["op"] == "exit":
+            break
+        try:
+            reply = getattr(session, request["op"])(request)
+        except Exception:  # noqa: BLE001 - whatever it is, the test must see it
+            reply = {"error": traceback.format_exc()}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+    session.shutdown()
+
+
+def main() -> None:
+    """Take over stdout and serve."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    main()
