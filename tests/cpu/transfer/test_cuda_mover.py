@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from support.fake_cuda import FakeDevice, FakeEvent
+
+from tests.support.fake_cuda import FakeDevice, FakeEvent
 
 torch = pytest.importorskip("torch")
 from adp_kv.errors import TransferError  # noqa: E402
