@@ -12,6 +12,7 @@ import logging
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from adp_kv.errors import TransferError
 from adp_kv.transfer.base import Mark, Mover, SliceCopy, Ticket
@@ -35,6 +36,7 @@ class CudaTicket(Ticket):
         self._device = device
         self._event = event
 
+    @override
     def done(self) -> bool:
         if self._event is None:
             return True
@@ -44,6 +46,7 @@ class CudaTicket(Ticket):
         except RuntimeError as error:
             raise TransferError(f"the device failed during a transfer: {error}") from error
 
+    @override
     def fence(self) -> None:
         if self._event is not None:
             self._device.current_stream().wait_event(self._event)
@@ -67,21 +70,26 @@ class CudaMover(Mover):
         self._saves = SavePipe(device, engine, settings)
         self._is_closed = False
 
+    @override
     def register_ring(self, address: int, num_bytes: int) -> None:
         self._check_open()
         with self._device.capture_safe():
             self._device.bind()
             self._ring.register(address, num_bytes)
 
+    @override
     def mark(self) -> Mark:
         return self._device.record(self._device.current_stream())
 
+    @override
     def restore(self, copy: SliceCopy, after: Mark | None) -> Ticket:
         return self._start(self._restores, self._settings.restore, copy, after)
 
+    @override
     def save(self, copy: SliceCopy, after: Mark | None) -> Ticket:
         return self._start(self._saves, self._settings.save, copy, after)
 
+    @override
     def close(self) -> None:
         if self._is_closed:
             return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from adp_kv.errors import TransferError
 from adp_kv.kernels.reference import copy_pages_reference
 from adp_kv.transfer.base import Mark, Mover, SliceCopy, Ticket
@@ -15,9 +17,11 @@ class HostMark:
 class HostTicket(Ticket):
     """A transfer that ended before its start returned."""
 
+    @override
     def done(self) -> bool:
         return True
 
+    @override
     def fence(self) -> None:
         return
 
@@ -30,6 +34,7 @@ class HostMover(Mover):
         self._end = 0
         self._is_closed = False
 
+    @override
     def register_ring(self, address: int, num_bytes: int) -> None:
         if num_bytes <= 0:
             raise TransferError(f"a ring of {num_bytes} bytes can't be registered")
@@ -37,21 +42,25 @@ class HostMover(Mover):
             raise TransferError("the mover is closed, or has a ring already")
         self._first, self._end = address, address + num_bytes
 
+    @override
     def mark(self) -> Mark:
         return HostMark()
 
+    @override
     def restore(self, copy: SliceCopy, after: Mark | None) -> Ticket:
         self._check(copy)
         hosts = host_page_addrs(copy.slice_addrs, copy.page_addrs.shape[1], copy.page_bytes)
         copy_pages_reference(hosts, copy.page_addrs.reshape(-1), copy.page_bytes)
         return HostTicket()
 
+    @override
     def save(self, copy: SliceCopy, after: Mark | None) -> Ticket:
         self._check(copy)
         hosts = host_page_addrs(copy.slice_addrs, copy.page_addrs.shape[1], copy.page_bytes)
         copy_pages_reference(copy.page_addrs.reshape(-1), hosts, copy.page_bytes)
         return HostTicket()
 
+    @override
     def close(self) -> None:
         self._is_closed = True
 
