@@ -7,7 +7,7 @@ import signal
 import sys
 
 from adp_kv.errors import AdpError
-from gateway.cards.registry import make_card
+from gateway.cards.registry import create_card
 from gateway.config import load
 from gateway.server import Server
 
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
             stream=sys.stderr,
         )
-        card = make_card(settings.card, settings.card_options)
+        card = create_card(settings.card, settings.card_options)
         server = Server(settings, card)
     except AdpError as error:
         sys.stderr.write(f"adp-gateway: {error}\n")

@@ -60,7 +60,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     placement: str = "local"
     fragment_size: int = 0
     card: str = "slab"
-    card_options: dict[str, str | int | float | bool] = {}
+    card_options: dict[str, Any] = {}
     batch_bytes: int = 16 * MiB
     rank_deadline_s: float = 20.0
     lease_s: float = 60.0
@@ -178,17 +178,33 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         if variable.startswith(ENV_PREFIX):
             name = variable.removeprefix(ENV_PREFIX).lower()
             if name == "card_options":
-                found[name] = dict(_option(text) for text in value.split(","))
+                found[name] = dict(_option(text) for text in value.split(";"))
             else:
                 found[name] = value
     return found
 
 
-def _option(text: str) -> tuple[str, str]:
+def _option(text: str) -> tuple[str, object]:
     name, separator, value = text.partition("=")
     if not separator or not name:
         raise ConfigError(f"card option {text!r}: expected NAME=VALUE")
-    return name.strip().replace("-", "_"), value.strip()
+    return name.strip().replace("-", "_"), _value(value.strip())
+
+
+def _value(text: str) -> object:
+    """Return text as what it looks like: a list, a truth value, a number, a size, or text."""
+    if "," in text:
+        return [_value(part) for part in text.split(",")]
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].lower() not in _UNITS:
+        return text
+    return int(float(match[1]) * _UNITS[match[2].lower()]) if match[2] else _number(text)
+
+
+def _number(text: str) -> float:
+    return float(text) if "." in text else int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -198,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Every setting may also stand in the TOML file of --config, or in the environment "
         f"as {ENV_PREFIX}<NAME>. A flag wins over the environment, that over the file. "
         "Example: adp-gateway --card slab --card-option path=/mnt/nvme/adp "
-        "--card-option capacity=200GiB",
+        "--card-option capacity_bytes=200GiB",
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
     defaults = Settings()

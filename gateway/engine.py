@@ -130,6 +130,7 @@ class Engine:
             fragment_size=self._store.fragment_size,
             card=self._settings.card,
             heartbeat_s=self._settings.heartbeat_s,
+            geometry=self.session.geometry(),
         )
         for rank in list(self.session.members):
             self._send(rank, self._welcome)

@@ -14,6 +14,9 @@ session ends for all its ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import msgspec
 
 from adp_kv.errors import WireError
 from adp_kv.wire.keys import KEY_BYTES
@@ -108,6 +111,14 @@ class Session:
         self.active = True
         return max(cache.object_bytes for cache in self.caches.values())
 
+    def geometry(self) -> bytes:
+        """Return a 16-byte digest of every rank's caches; only once settled."""
+        facts = blake2b(digest_size=KEY_BYTES, person=b"adpkv-geometry")
+        for rank in range(self.world_size):
+            for decl in sorted(self.members[rank].hello.caches, key=lambda d: d.index):
+                facts.update(repr((rank, *msgspec.structs.astuple(decl))).encode())
+        return facts.digest()
+
     def group_of(self, caches: list[int], rank: int) -> tuple[int, ...]:
         """Return the ranks that share a request for these caches.
 
@@ -132,12 +143,16 @@ class Session:
 def _settle_cache(decls: list[tuple[int, CacheDecl]]) -> Cache:
     first_rank, first = decls[0]
     for rank, decl in decls:
-        same = (decl.slice_bytes, decl.num_slices) == (first.slice_bytes, first.num_slices)
+        same = (decl.name, decl.slice_bytes, decl.num_slices) == (
+            first.name,
+            first.slice_bytes,
+            first.num_slices,
+        )
         if not same or not 0 <= decl.slice_idx < decl.num_slices:
             raise WireError(
-                f"cache {first.name}: rank {first_rank} has {first.num_slices} slices of "
-                f"{first.slice_bytes} bytes, rank {rank} slice {decl.slice_idx} of "
-                f"{decl.num_slices} of {decl.slice_bytes} bytes"
+                f"cache {first.index}: rank {first_rank} has {first.name}, {first.num_slices} "
+                f"slices of {first.slice_bytes} bytes, rank {rank} has {decl.name}, slice "
+                f"{decl.slice_idx} of {decl.num_slices} of {decl.slice_bytes} bytes"
             )
     missing = set(range(first.num_slices)) - {decl.slice_idx for _, decl in decls}
     if missing:

@@ -151,7 +151,9 @@ class RingFile:
         """
         sweep(self.path)
         try:
-            os.link(f"/proc/self/fd/{self._fd}", self.path, follow_symlinks=True)
+            # src_dir_fd makes os.link follow the link in /proc (linkat, AT_SYMLINK_FOLLOW);
+            # an absolute source ignores the folder itself.
+            os.link(f"/proc/self/fd/{self._fd}", self.path, src_dir_fd=self._fd)
         except FileExistsError as error:
             raise RingError(
                 f"{self.path} belongs to a running gateway: set another ring_name or port"

@@ -84,7 +84,10 @@ class Hello(_Message, frozen=True, tag="hello"):
 
 
 class Welcome(_Message, frozen=True, tag="welcome"):
-    """The engine is complete; the ring is ready to be mapped."""
+    """The engine is complete; the ring is ready to be mapped.
+
+    geometry: 16-byte digest of all ranks' caches; part of the scheduler side's keys.
+    """
 
     release: str
     generation: int
@@ -94,6 +97,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     fragment_size: int
     card: str
     heartbeat_s: float
+    geometry: bytes
 
 
 class Refused(_Message, frozen=True, tag="refused"):

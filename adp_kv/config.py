@@ -1,0 +1,96 @@
+"""Settings of the connector: what may stand in kv_connector_extra_config.
+
+    vllm serve ... --kv-transfer-config '{"kv_connector": "AdpConnector", ...,
+        "kv_connector_extra_config": {"gateway": "tcp://127.0.0.1:5557", "chunk_size": 256}}'
+
+An unknown name or a wrong type is a ConfigError that names the setting, raised while
+the engine starts and before anything was touched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from adp_kv.errors import ConfigError
+from adp_kv.units import GiB, MiB
+from adp_kv.wire.messages import DEFAULT_PORT
+
+HELP = {
+    "gateway": "ZeroMQ address of this engine's gateway: tcp://HOST:PORT or ipc:///PATH",
+    "chunk_size": "tokens of an object and of a hit, a multiple of the block size; 0: about 256",
+    "key_namespace": "deployments with different names never read each other's objects",
+    "nvlink_fanout": "MLA with TP: each rank copies a share of a layer, NVLink brings the rest",
+    "load_mode": "layerwise (step waits layer by layer), async (others run meanwhile), auto",
+    "save": "store what was computed; false: only read",
+    "connect_timeout_s": "how long the engine's start waits for the gateway and the other ranks",
+    "gateway_required": "true: an engine whose gateway is not there at start does not start",
+    "gateway_timeout_s": "a gateway silent for longer turns the external cache off",
+    "lookup_timeout_s": "a lookup unanswered for longer counts as no hit",
+    "load_timeout_s": "a restore that takes longer is a failed load",
+    "save_timeout_s": "a save that takes longer is dropped",
+    "max_pending_save_bytes": "saves beyond this much unsaved data of one rank are dropped",
+    "staging_bytes": "GPU memory for staging, taken beside gpu_memory_utilization",
+}
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Every setting with its default; HELP says what each does."""
+
+    gateway: str = f"tcp://127.0.0.1:{DEFAULT_PORT}"
+    chunk_size: int = 0
+    key_namespace: str = ""
+    nvlink_fanout: bool = False
+    load_mode: Literal["auto", "layerwise", "async"] = "auto"
+    save: bool = True
+    connect_timeout_s: float = 60.0
+    gateway_required: bool = False
+    gateway_timeout_s: float = 5.0
+    lookup_timeout_s: float = 0.5
+    load_timeout_s: float = 15.0
+    save_timeout_s: float = 60.0
+    max_pending_save_bytes: int = 4 * GiB
+    staging_bytes: int = 128 * MiB
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"tcp://[^/]+:\d+|ipc:///.+", self.gateway):
+            raise ConfigError(
+                f"gateway = {self.gateway!r}: expected tcp://HOST:PORT or ipc:///absolute/path"
+            )
+        if self.nvlink_fanout:
+            raise ConfigError("nvlink_fanout = true: not available in this release; remove it")
+        if self.chunk_size < 0:
+            raise ConfigError(f"chunk_size = {self.chunk_size}: at least 0")
+        for name in ("max_pending_save_bytes", "staging_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: at least 1")
+        for name in self.__struct_fields__:
+            if name.endswith("_timeout_s") and not getattr(self, name) > 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: more than 0 seconds")
+
+
+def connector_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
+    """Return the settings in kv_connector_extra_config.
+
+    Raises:
+        ConfigError: An unknown name, a wrong type or a value out of range.
+    """
+    unknown = sorted(set(extra_config) - set(HELP))
+    if unknown:
+        raise ConfigError(
+            f"kv_connector_extra_config: unknown setting {unknown[0]!r}; there are: "
+            + ", ".join(HELP)
+        )
+    try:
+        return msgspec.convert(dict(extra_config), ConnectorSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_connector_extra_config: {error}") from error
+
+
+def hash_seed() -> str | None:
+    """Return PYTHONHASHSEED as it stands in the environment, None if it is not set."""
+    return os.environ.get("PYTHONHASHSEED")

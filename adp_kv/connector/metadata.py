@@ -1,0 +1,80 @@
+"""What the scheduler side tells the workers each step, and what they answer.
+
+These objects travel by vLLM's own means inside one engine; arrays are numpy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from adp_kv.wire.keys import KeyArray
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Chunks to move and the blocks they belong to.
+
+    Attributes:
+        keys: uint64 [n, 2].
+        blocks: int64 [n, blocks_per_chunk]; -1 where the page is not wanted.
+        request_ids: whose they are; for async restores, who waits.
+    """
+
+    keys: KeyArray
+    blocks: NDArray[np.int64]
+    request_ids: list[str]
+
+
+@dataclass
+class AdpMetadata(KVConnectorMetadata):
+    """One step's work.
+
+    Attributes:
+        step: number of the step; names its requests to the gateway on all ranks.
+        acknowledged_failure: the last step of which the scheduler side knows that a
+            restore failed; saves wait for it, since later steps may have computed from
+            pages that never came.
+    """
+
+    step: int
+    acknowledged_failure: int = -1
+    restore: Chunks | None = None
+    async_restore: Chunks | None = None
+    save: Chunks | None = None
+
+
+@dataclass
+class AdpWorkerMetadata(KVConnectorWorkerMetadata):
+    """What ranks report after a step, added up over ranks.
+
+    Attributes:
+        saved_steps: step → how many ranks no longer need its blocks.
+        unsaved_steps: steps whose save was given up by some rank.
+        failed_step: last step of which a restore failed on some rank, -1 for none.
+        failed_requests: async restores that failed.
+        off: some rank has turned the cache off.
+    """
+
+    saved_steps: dict[int, int] = field(default_factory=dict)
+    unsaved_steps: set[int] = field(default_factory=set)
+    failed_step: int = -1
+    failed_requests: set[str] = field(default_factory=set)
+    off: bool = False
+
+    def aggregate(self, other: Any) -> AdpWorkerMetadata:
+        """Add another rank's report to this one."""
+        for step, count in other.saved_steps.items():
+            self.saved_steps[step] = self.saved_steps.get(step, 0) + count
+        self.unsaved_steps |= other.unsaved_steps
+        self.failed_step = max(self.failed_step, other.failed_step)
+        self.failed_requests |= other.failed_requests
+        self.off |= other.off
+        return self

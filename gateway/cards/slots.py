@@ -1,0 +1,153 @@
+"""Which key lives in which slot of one database, and when a slot may be used again.
+
+A slot is free, being written (allocated, not yet in the index), live, or dying: no key
+has it any more but a read of it is in flight. Overwriting a key takes a new slot and
+lets the old one go, so no slot that anybody reads is ever written.
+
+The slot number `marker` stands for "no bytes": zero-length values share it; it is never
+allocated or freed, and a pin of it means nothing.
+
+Threads. The owner holds `lock` around every call and reads of the arrays.
+Failure scope. None of its own.
+It must not know files, memory or what a checksum is computed of.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adp_kv.wire.keys import KeyArray
+from gateway.cards.base import Status, StatusArray
+from gateway.cards.index import KeyIndex, Locations
+
+
+class SlotTable:
+    """Slots of one database (see the module's contract).
+
+    Attributes:
+        lock: guards everything here.
+        marker: the slot number of zero-length values, equal to the number of slots.
+        lengths: uint32 [num_slots + 1], value bytes of live slots.
+        checksums: uint64 [num_slots + 1], of live slots.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        """Make an empty table."""
+        self.lock = threading.Lock()
+        self.marker: Final = num_slots
+        self.lengths: NDArray[np.uint32] = np.zeros(num_slots + 1, dtype=np.uint32)
+        self.checksums: NDArray[np.uint64] = np.zeros(num_slots + 1, dtype=np.uint64)
+        self._index = KeyIndex(num_slots)
+        self._pins: NDArray[np.uint32] = np.zeros(num_slots + 1, dtype=np.uint32)
+        self._dying: NDArray[np.bool_] = np.zeros(num_slots + 1, dtype=np.bool_)
+        # A stack whose top hands out low numbers first: neighbours in time are so in space.
+        self._free: NDArray[np.int64] = np.arange(num_slots - 1, -1, -1, dtype=np.int64)
+        self._num_free = num_slots
+
+    def __len__(self) -> int:
+        """Return the number of keys."""
+        return len(self._index)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be allocated now."""
+        return self._num_free
+
+    def restore(
+        self,
+        keys: KeyArray,
+        slots: Locations,
+        lengths: NDArray[np.uint32],
+        checksums: NDArray[np.uint64],
+    ) -> None:
+        """Fill an empty table: distinct keys, and slots that differ but for the marker."""
+        self.lengths[slots] = lengths
+        self.checksums[slots] = checksums
+        self._index.insert(keys, slots)
+        used = np.zeros(self.marker + 1, dtype=np.bool_)
+        used[slots] = True
+        free = np.flatnonzero(~used[: self.marker])[::-1]
+        self._free[: free.size] = free
+        self._num_free = free.size
+
+    def find(self, keys: KeyArray) -> Locations:
+        """Return the slot of each key, ABSENT (-1) where there is none."""
+        return self._index.lookup(keys)
+
+    def pin(
+        self, keys: KeyArray, lengths: NDArray[np.uint32]
+    ) -> tuple[Locations, StatusArray, NDArray[np.uint64]]:
+        """Look keys up for reading; what is found stays where it is until unpin().
+
+        Args:
+            keys: uint64 [n, 2].
+            lengths: uint32 [n], what the reader expects.
+
+        Returns:
+            slots int64 [n]; status uint8 [n]: OK (pinned), ABSENT or CORRUPT (other length;
+            not pinned); checksums uint64 [n], valid where OK.
+        """
+        slots = self._index.lookup(keys)
+        status = np.full(len(keys), Status.ABSENT, dtype=np.uint8)
+        here = slots >= 0
+        same = self.lengths[slots] == lengths
+        status[here & same] = Status.OK
+        status[here & ~same] = Status.CORRUPT
+        np.add.at(self._pins, slots[here & same], 1)
+        return slots, status, self.checksums[slots]
+
+    def unpin(self, slots: Locations) -> None:
+        """End one read of each slot; one named twice was pinned twice."""
+        np.subtract.at(self._pins, slots, 1)
+        done = np.unique(slots[self._dying[slots] & (self._pins[slots] == 0)])
+        self._dying[done] = False
+        self._push(done)
+
+    def allocate(self, wanted: int) -> Locations:
+        """Take up to `wanted` free slots to write to: int64 [<= wanted]."""
+        taken = min(wanted, self._num_free)
+        self._num_free -= taken
+        return self._free[self._num_free : self._num_free + taken][::-1].copy()
+
+    def give_back(self, slots: Locations) -> None:
+        """Return allocated slots that hold nothing after all."""
+        self._push(slots[slots != self.marker])
+
+    def put(
+        self,
+        keys: KeyArray,
+        slots: Locations,
+        lengths: NDArray[np.uint32],
+        checksums: NDArray[np.uint64],
+    ) -> None:
+        """Make written slots the values of their keys and let displaced slots go.
+
+        Args:
+            keys: uint64 [n, 2].
+            slots: int64 [n], allocated, or the marker where the length is 0.
+            lengths: uint32 [n].
+            checksums: uint64 [n].
+        """
+        self.lengths[slots] = lengths
+        self.checksums[slots] = checksums
+        self._release(self._index.insert(keys, slots))
+
+    def delete(self, keys: KeyArray, only_if: Locations | None = None) -> NDArray[np.bool_]:
+        """Remove keys (with `only_if`, those still at that slot): bool [n], removed or not."""
+        removed = self._index.delete(keys, only_if)
+        self._release(removed)
+        return removed >= 0
+
+    def _release(self, slots: Locations) -> None:
+        slots = slots[(slots >= 0) & (slots != self.marker)]
+        busy = self._pins[slots] > 0
+        self._dying[slots[busy]] = True
+        self._push(slots[~busy])
+
+    def _push(self, slots: Locations) -> None:
+        self._free[self._num_free : self._num_free + slots.size] = slots
+        self._num_free += slots.size

@@ -1,0 +1,286 @@
+"""The io_uring executor: one thread that keeps one ring full across requests.
+
+Requests queue up and stream through the ring in order: as completions free room, rows of
+the next request follow those of the last, so the depth never drains between two of them.
+The thread sleeps in io_uring_enter alone; an eventfd whose read is one of the ring's own
+entries wakes it for new work.
+
+Threads. The ring belongs to this thread (see `gateway.cards.uring`); other threads only
+append to the inbox and ring the eventfd.
+Failure scope. As `gateway.cards.io_engine` says. Memory that can't be pinned is used
+unpinned, with one log line.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from adp_kv.units import format_bytes
+from gateway.cards.io_engine import IoEngine, IoRequest, Progress
+from gateway.cards.uring import (
+    MAX_BUFFER_BYTES,
+    OP_READ,
+    OP_READ_FIXED,
+    OP_WRITE,
+    OP_WRITE_FIXED,
+    CompletionArray,
+    URing,
+)
+
+_logger: Final = logging.getLogger(__name__)
+
+_WAKE: Final = np.uint64(0xFFFFFFFFFFFFFFFF)
+_ROW_BITS: Final = np.uint64(32)
+_ROW_MASK: Final = np.uint64(0xFFFFFFFF)
+_UNREGISTER_TIMEOUT_S: Final = 10.0
+
+
+@dataclass(slots=True)
+class _Pinning:
+    """An order to pin `buffers` (start addresses and sizes), or nothing."""
+
+    buffers: list[tuple[int, int]]
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class UringEngine(IoEngine):
+    """One ring and its thread (see the module's contract)."""
+
+    name = "io_uring"
+
+    def __init__(self, queue_depth: int) -> None:
+        """Start the thread and its ring.
+
+        Args:
+            queue_depth: I/Os in flight at once.
+
+        Raises:
+            OSError: io_uring does not work here.
+        """
+        self._depth = queue_depth
+        self._inbox: deque[IoRequest | _Pinning] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()  # guards _wake_fd against a late submit
+        self._wake_armed = False
+        self._wake_word = np.zeros(1, dtype=np.uint64)
+        self._stopping = False
+        self._gone = False
+        self._announced: list[tuple[int, int]] = []
+        self._pin(_Pinning([]), None)
+        self._running: dict[int, Progress] = {}
+        self._waiting: deque[tuple[int, Progress]] = deque()
+        self._next_id = 0
+        self._started = threading.Event()
+        self._refusals: list[OSError] = []
+        self._thread = threading.Thread(target=self._run, name="adp-card-io", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if self._refusals:
+            os.close(self._wake_fd)
+            raise self._refusals[0]
+
+    @override
+    def submit(self, request: IoRequest) -> None:
+        with self._wake_lock:
+            gone = self._gone
+            if not gone:
+                self._inbox.append(request)
+                os.eventfd_write(self._wake_fd, 1)
+        if gone:
+            Progress(request).report()
+
+    @override
+    def register(self, address: int, num_bytes: int) -> None:
+        self._announced.append((address, num_bytes))
+        self._order(_Pinning(_split(self._announced)))
+
+    @override
+    def unregister(self) -> None:
+        self._announced.clear()
+        order = _Pinning([])
+        if self._order(order) and not order.done.wait(_UNREGISTER_TIMEOUT_S):
+            _logger.error(
+                "memory is still pinned: I/O has not ended for %g s", _UNREGISTER_TIMEOUT_S
+            )
+
+    @override
+    def stop(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        with self._wake_lock:
+            if not self._gone:
+                self._stopping = True
+                os.eventfd_write(self._wake_fd, 1)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _order(self, order: _Pinning) -> bool:
+        with self._wake_lock:
+            if not self._gone:
+                self._inbox.append(order)
+                os.eventfd_write(self._wake_fd, 1)
+            return not self._gone
+
+    def _run(self) -> None:
+        try:
+            ring = URing(self._depth + 1)  # one row is the wake-up's
+        except OSError as error:
+            self._refusals.append(error)
+            return
+        finally:
+            self._started.set()
+        try:
+            self._serve(ring)
+        except OSError:
+            _logger.exception("io_uring is lost: every I/O of this card fails until it is reopened")
+            self._fail_running()
+        finally:
+            ring.close()
+            self._leave()
+
+    def _serve(self, ring: URing) -> None:
+        while True:
+            stopping = self._stopping  # once a round: the checks below must agree
+            self._take_inbox(ring)
+            if stopping:
+                self._cancel_waiting()
+            self._fill(ring)
+            in_flight = ring.in_flight - self._wake_armed
+            if stopping and in_flight == 0:
+                return
+            if not self._wake_armed:
+                self._arm(ring)
+            # Half of what is in flight: few system calls, and the device never runs dry.
+            ring.enter(max(1, in_flight // 2))
+            self._settle(ring.reap())
+
+    def _take_inbox(self, ring: URing) -> None:
+        """Move new work in, up to an order to pin: that waits until the ring is idle."""
+        while self._inbox:
+            head = self._inbox[0]
+            if isinstance(head, _Pinning):
+                if ring.in_flight - self._wake_armed or self._waiting:
+                    return
+                self._pin(head, ring)
+            else:
+                progress = Progress(head)
+                self._running[self._next_id] = progress
+                self._waiting.append((self._next_id, progress))
+                self._next_id = (self._next_id + 1) & 0x7FFFFFFF
+            self._inbox.popleft()
+
+    def _pin(self, order: _Pinning, ring: URing | None) -> None:
+        buffers = order.buffers
+        try:
+            if ring is not None and buffers:
+                ring.register_buffers(buffers)
+            elif ring is not None:
+                ring.unregister_buffers()
+        except OSError as error:
+            _logger.warning(
+                "can't pin %s for io_uring (%s), going on unpinned at some CPU; raise "
+                "RLIMIT_MEMLOCK (systemd: LimitMEMLOCK=infinity)",
+                format_bytes(sum(size for _, size in buffers)),
+                error.strerror,
+            )
+            buffers = []
+        pairs = np.array(sorted((a, a + n, i) for i, (a, n) in enumerate(buffers)), dtype=np.uint64)
+        self._starts, self._ends, self._numbers = pairs.reshape(-1, 3).T
+        order.done.set()
+
+    def _fill(self, ring: URing) -> None:
+        while self._waiting:
+            room = self._depth - (ring.in_flight - self._wake_armed)
+            if room <= 0:
+                return
+            number, progress = self._waiting[0]
+            rows = progress.take(room)
+            if progress.next_row == len(progress.results):
+                self._waiting.popleft()
+            self._push(ring, number, progress.request, rows)
+
+    def _push(self, ring: URing, number: int, request: IoRequest, rows: slice) -> None:
+        addresses, lengths = request.addresses[rows], request.lengths[rows]
+        plain, fixed = (OP_WRITE, OP_WRITE_FIXED) if request.write else (OP_READ, OP_READ_FIXED)
+        opcodes: NDArray[np.uint8] | int = plain
+        buffers: NDArray[np.uint64] | int = 0
+        if self._starts.size:
+            place = np.searchsorted(self._starts, addresses, side="right") - 1
+            # A value that crosses two buffers (place of its start, end beyond it) goes unpinned.
+            inside = (place >= 0) & (addresses + lengths <= self._ends[place])
+            opcodes = np.where(inside, fixed, plain).astype(np.uint8)
+            buffers = np.where(inside, self._numbers[place], 0)
+        names = np.arange(rows.start, rows.stop, dtype=np.uint64)
+        names |= np.uint64(number) << _ROW_BITS
+        ring.push(
+            opcodes, request.fds[rows], request.offsets[rows], addresses, lengths, names, buffers
+        )
+
+    def _arm(self, ring: URing) -> None:
+        address = np.array([self._wake_word.ctypes.data], dtype=np.uint64)
+        offset = np.zeros(1, dtype=np.uint64)
+        name = np.array([_WAKE], dtype=np.uint64)
+        ring.push(OP_READ, self._wake_fd, offset, address, 8, name)
+        self._wake_armed = True
+
+    def _settle(self, done: CompletionArray) -> None:
+        names = done["user_data"]
+        woken = names == _WAKE
+        if woken.any():
+            self._wake_armed = False
+            done, names = done[~woken], names[~woken]
+        numbers = names >> _ROW_BITS
+        for number in np.unique(numbers).tolist():
+            mine = numbers == number
+            progress = self._running[number]
+            progress.results[names[mine] & _ROW_MASK] = done["res"][mine]
+            progress.left -= int(np.count_nonzero(mine))
+            self._finish(number, progress)
+
+    def _finish(self, number: int, progress: Progress) -> None:
+        if progress.left == 0:
+            del self._running[number]
+            progress.report()
+
+    def _cancel_waiting(self) -> None:
+        while self._waiting:
+            number, progress = self._waiting.popleft()
+            progress.cancel_rest()
+            self._finish(number, progress)
+
+    def _fail_running(self) -> None:
+        for progress in self._running.values():
+            progress.results[:] = -errno.EIO
+            progress.report()
+        self._running.clear()
+        self._waiting.clear()
+
+    def _leave(self) -> None:
+        with self._wake_lock:
+            self._gone = True
+            os.close(self._wake_fd)
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, _Pinning):
+                item.done.set()
+            else:
+                Progress(item).report()
+
+
+def _split(regions: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Cut regions into buffers the kernel takes."""
+    return [
+        (address + start, min(MAX_BUFFER_BYTES, size - start))
+        for address, size in regions
+        for start in range(0, size, MAX_BUFFER_BYTES)
+    ]
