@@ -8,7 +8,8 @@ from support.cards import Arena
 
 from adp_kv.errors import CardError
 from gateway.cards import uring_engine
-from gateway.cards.io_engine import IoRequest, ThreadEngine, start_engine
+from gateway.cards.engines import start_engine
+from gateway.cards.io_engine import IoRequest, ThreadEngine
 from gateway.cards.uring import OP_NOP, URing, probe
 from gateway.cards.uring_engine import UringEngine, _split
 
@@ -104,6 +105,7 @@ def test_callback_that_raises_stops_nothing(engine, file, caplog):
     done = Waiting()
     engine.submit(request(file, arena, [0], write=False, on_complete=done))
     assert done.wait() == [BLOCK]
+    assert engine.stop(5)
     assert "callback failed" in caplog.text
 
 
