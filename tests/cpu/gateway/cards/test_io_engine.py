@@ -32,7 +32,7 @@ def engine(request):
 @pytest.fixture
 def file(tmp_path):
     descriptor = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-    os.ftruncate(descriptor, 200 * BLOCK)
+    os.pwritev(descriptor, [Arena(200 * BLOCK).bytes], 0)  # holes would be read inline
     yield descriptor
     os.close(descriptor)
 
