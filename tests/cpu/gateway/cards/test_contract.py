@@ -4,10 +4,10 @@ import threading
 
 import numpy as np
 import pytest
-from support.cards import SLOT_BYTES, SLOTS, Driver, random_keys, value_of
 
 from adp_kv.errors import CardError
 from gateway.cards.base import Batch, Op, Status
+from tests.support.cards import SLOT_BYTES, SLOTS, Driver, random_keys, value_of
 
 OK, ABSENT, CORRUPT = Status.OK, Status.ABSENT, Status.CORRUPT
 SIZES = [1, 511, 512, 513, 4095, 4096, 4097, 261120, SLOT_BYTES]

@@ -4,7 +4,6 @@ import threading
 
 import numpy as np
 import pytest
-from support.cards import Arena
 
 from adp_kv.errors import CardError
 from gateway.cards import uring_engine
@@ -12,6 +11,7 @@ from gateway.cards.engines import start_engine
 from gateway.cards.io_engine import IoRequest, ThreadEngine
 from gateway.cards.uring import OP_NOP, URing, probe
 from gateway.cards.uring_engine import UringEngine, _split
+from tests.support.cards import Arena
 
 uring = pytest.mark.skipif(probe() is not None, reason=f"no io_uring here: {probe()}")
 BLOCK = 4096

@@ -5,7 +5,6 @@ import threading
 
 import numpy as np
 import pytest
-from support.cards import SLOT_BYTES, SLOTS, Driver, random_keys, slab_card, slab_settings
 
 from adp_kv.errors import CardError, ConfigError
 from gateway.cards import direct_io
@@ -13,6 +12,7 @@ from gateway.cards.base import Op, Status
 from gateway.cards.io_engine import IoEngine
 from gateway.cards.journal import RECORD
 from gateway.cards.slab_store import DATA_OFFSET
+from tests.support.cards import SLOT_BYTES, SLOTS, Driver, random_keys, slab_card, slab_settings
 
 OK, ABSENT, CORRUPT = Status.OK, Status.ABSENT, Status.CORRUPT
 
