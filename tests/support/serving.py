@@ -34,13 +34,14 @@ from adp_kv.wire.messages import (
     Lookup,
     LookupReply,
     Put,
+    Refused,
     Release,
     StatsReply,
     StatsRequest,
     Welcome,
 )
 from gateway.config import Settings
-from gateway.server import Server
+from gateway.server import RETRY, Server
 from tests.support.cards import memory_card, value_of
 from tests.support.process import wait_until
 
@@ -162,6 +163,18 @@ class Rank:
         except AssertionError:
             return True
         return False
+
+    def welcomed(self, timeout_s=WAIT_S):
+        """Return the Welcome, saying Hello again as long as the gateway asks for that."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            message = self.receive(max(0.0, deadline - time.monotonic()))
+            if isinstance(message, Welcome):
+                return message
+            assert isinstance(message, Refused), message
+            assert message.reason.startswith(RETRY), message.reason
+            time.sleep(0.02)
+            self.send(self.hello)
 
     def attach(self, welcome):
         """Map the ring and tell."""
@@ -315,7 +328,7 @@ class Serving:
         }
         self.settings = Settings(**(usual | settings))
         self.address = self.settings.listen
-        self.card = card or memory_card()
+        self.card = card or memory_card(capacity_bytes=32 << 20, max_value_bytes=64 << 10)
         self.server = Server(self.settings, self.card, clock)
         self.error = None
         self._ranks = []
@@ -341,7 +354,7 @@ class Serving:
             ranks.append(self.rank(-1, **how))
         for rank in ranks:
             rank.send(rank.hello)
-        welcomes = [rank.expect(Welcome) for rank in ranks]
+        welcomes = [rank.welcomed() for rank in ranks]
         for rank, welcome in zip(ranks, welcomes, strict=True):
             if rank.rank >= 0:
                 rank.attach(welcome)
