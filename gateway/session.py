@@ -69,7 +69,7 @@ class Session:
     active: bool = False
 
     def join(self, identity: bytes, hello: Hello, now: float) -> None:
-        """Take a rank in; a repeated Hello of the same peer changes nothing.
+        """Take a rank in; a repeated Hello of the same peer shows that it still waits.
 
         Raises:
             WireError: The Hello contradicts those before it.
@@ -87,8 +87,13 @@ class Session:
                 f"rank {hello.rank} of engine {hello.engine} is already here as pid "
                 f"{member.hello.pid}: restart the engine as a whole"
             )
-        if member is None:
-            self.members[hello.rank] = Member(identity, hello, now)
+        if member is not None:
+            member.last_seen = now
+            return
+        for rank, other in self.members.items():
+            if other.identity == identity:
+                raise WireError(f"rank {rank} of engine {hello.engine} says it is {hello.rank} too")
+        self.members[hello.rank] = Member(identity, hello, now)
 
     @property
     def complete(self) -> bool:
@@ -177,6 +182,8 @@ def check_hello(hello: Hello) -> None:
         raise WireError(f"rank {hello.rank} of {hello.world_size} is out of range")
     if len(hello.namespace) != KEY_BYTES or len(hello.caches) > MAX_CACHES:
         raise WireError("a namespace is 16 bytes and an engine has at most 65536 caches")
+    if len({decl.index for decl in hello.caches}) != len(hello.caches):
+        raise WireError(f"rank {hello.rank} declares a cache index twice")
     for decl in hello.caches:
         sizes_ok = 1 <= decl.slice_bytes <= 1 << 40 and 1 <= decl.num_slices <= MAX_WORLD_SIZE
         if not sizes_ok or not 0 <= decl.index < MAX_CACHES:
