@@ -166,15 +166,7 @@ class Rank:
 
     def welcomed(self, timeout_s=WAIT_S):
         """Return the Welcome, saying Hello again as long as the gateway asks for that."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            message = self.receive(max(0.0, deadline - time.monotonic()))
-            if isinstance(message, Welcome):
-                return message
-            assert isinstance(message, Refused), message
-            assert message.reason.startswith(RETRY), message.reason
-            time.sleep(0.02)
-            self.send(self.hello)
+        return welcome_all([self], timeout_s)[0]
 
     def attach(self, welcome):
         """Map the ring and tell."""
@@ -204,6 +196,25 @@ class Rank:
         if self.mapping is not None:
             self.mapping.close()
         self.channel.close(goodbye)
+
+
+def welcome_all(ranks, timeout_s=WAIT_S):
+    """Return each rank's Welcome; ranks say Hello again where the gateway asks for that."""
+    welcomes = {}
+    deadline = time.monotonic() + timeout_s
+    while len(welcomes) < len(ranks):
+        assert time.monotonic() < deadline, f"only {sorted(welcomes)} were welcomed"
+        for rank in ranks:
+            message = rank.channel.receive()
+            if isinstance(message, Welcome):
+                welcomes[rank.rank] = message
+            elif message is None:
+                rank.channel.wait(0.005)
+            else:
+                assert isinstance(message, Refused), message
+                assert message.reason.startswith(RETRY), message.reason
+                rank.send(rank.hello)
+    return [welcomes[rank.rank] for rank in ranks]
 
 
 @dataclass
@@ -354,7 +365,7 @@ class Serving:
             ranks.append(self.rank(-1, **how))
         for rank in ranks:
             rank.send(rank.hello)
-        welcomes = [rank.welcomed() for rank in ranks]
+        welcomes = welcome_all(ranks)
         for rank, welcome in zip(ranks, welcomes, strict=True):
             if rank.rank >= 0:
                 rank.attach(welcome)
