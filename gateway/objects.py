@@ -63,7 +63,11 @@ class ObjectStore:
         self._next_token = 1
         self._pending: dict[int, _Pending] = {}
         self._completions: deque[tuple[int, StatusArray]] = deque()
-        card.open(self._on_done)
+        try:
+            card.open(self._on_done)
+        except BaseException:
+            os.close(self.wakeup_fd)
+            raise
 
     def _on_done(self, token: int, status: StatusArray) -> None:
         self._completions.append((token, status))

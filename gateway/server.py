@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -97,21 +98,22 @@ class Server:
         self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def _bind(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
-        socket.setsockopt(zmq.LINGER, 200)
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        router.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
+        router.setsockopt(zmq.LINGER, 200)
         try:
-            socket.bind(self._settings.listen)
-        except zmq.ZMQError as error:
-            socket.close(0)
+            _refuse_taken_path(self._settings.listen)
+            router.bind(self._settings.listen)
+        except (OSError, zmq.ZMQError) as error:
+            router.close(0)
             self._context.term()
             raise ConfigError(
                 f"listen = {self._settings.listen}: {error}; is another gateway running there? "
                 "Give each engine's gateway its own port"
             ) from error
-        return socket
+        return router
 
     def _reserve(self) -> RingFile:
         return RingFile(self._settings.effective_ring_name, self._settings.shared_memory_size)
@@ -125,7 +127,7 @@ class Server:
     def stop(self) -> None:
         """Let serve() return; safe from a signal handler or another thread."""
         self._running = False
-        with contextlib.suppress(OSError):  # it has closed already
+        with contextlib.suppress(OSError, ValueError):  # it has closed already
             os.eventfd_write(self._stop_fd, 1)
 
     def serve(self) -> None:
@@ -301,3 +303,15 @@ class Server:
         self._context.term()
         if self._settings.listen.startswith("ipc://"):
             Path(self._settings.listen.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def _refuse_taken_path(listen: str) -> None:
+    """Raise OSError if someone listens at an ipc address; ZeroMQ would take it over silently."""
+    if not listen.startswith("ipc://"):
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(listen.removeprefix("ipc://"))
+        except OSError:
+            return  # nobody there
+    raise OSError("address in use")
