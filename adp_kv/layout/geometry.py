@@ -155,6 +155,11 @@ def dense_pages(
                 "are not contiguous; choose a KV cache layout with blocks outside heads and tokens"
             )
         inner *= size
+    if shape[0] > 1 and strides[0] < inner:
+        raise ConfigError(
+            f"{name}: blocks of a cache with shape {tuple(shape)} and strides {tuple(strides)} "
+            "overlap"
+        )
     if split > 1 and strides[0] != inner:
         raise ConfigError(
             f"{name}: the {split} kernel blocks of a block are not next to each other"
