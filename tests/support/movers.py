@@ -25,16 +25,15 @@ class FakeTicket(Ticket):
         self._copied = False
 
     def done(self):
+        if self.fails:
+            raise TransferError("the fake device reported an error")
         with self._lock:
             if not self._copied:
                 if not self.mover.gate.is_set() or time.monotonic() < self._due:
                     return False
                 self._copied = True
-                if not self.fails:
-                    for target, source in self._pairs:
-                        ctypes.memmove(target, source, self._num_bytes)
-        if self.fails:
-            raise TransferError("the fake device reported an error")
+                for target, source in self._pairs:
+                    ctypes.memmove(target, source, self._num_bytes)
         return True
 
     def fence(self):
