@@ -82,7 +82,8 @@ class Channel:
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            raise GatewayError(f"the gateway at {self.address} is gone: {error}") from error
+            reason = "the connection is lost" if error.errno == zmq.EAGAIN else str(error)
+            raise GatewayError(f"the gateway at {self.address} is gone: {reason}") from error
 
     def receive(self) -> ToRank | None:
         """Return the next message, None if there is none; pings are answered here.

@@ -181,7 +181,9 @@ def test_graceful_end_turns_off_with_the_reason(caplog):
     with Serving(**SLOTS) as serving, Team(serving.address, pools(2)).start() as team:
         serving.stop()
         wait_until(lambda: all(c.off for c in team.clients), 5, "off")
-        assert all("shutting down" in c.off_reason for c in team.clients)
+        # ZeroMQ may drop an unread Goodbye together with the connection.
+        reasons = ("shutting down", "the connection is lost")
+        assert all(any(r in c.off_reason for r in reasons) for c in team.clients)
         assert len(off_lines(caplog)) == 3
 
 
@@ -215,11 +217,11 @@ def test_ring_of_another_shm_turns_off(monkeypatch, caplog):
 
     monkeypatch.setattr(rank_client, "attach", elsewhere)
     with Serving(**SLOTS) as serving:
-        team = Team(serving.address, pools(1))
+        team = Team(serving.address, pools(1), connect_timeout_s=1.0)
         with team.start(settle=False):
             assert not team.ranks[0].wait_settled()
             assert "another /dev/shm" in team.ranks[0].off_reason
-            wait_until(lambda: team.lookup.off, 5, "the gateway has ended the session for all")
+            wait_until(lambda: team.lookup.off, 5, "off, whichever side came first")
             assert len(off_lines(caplog)) == 2
 
 
@@ -256,6 +258,7 @@ def test_killed_gateway_ends_every_job(phase, caplog):
                     client._connect_timeout_s = 1.0
             else:
                 team.start()
+                gateway.assert_no_rings(5)  # every rank is known to have mapped it
                 jobs = reach(team, phase)
             gateway.kill9()
             if phase != "joining":
@@ -303,6 +306,7 @@ def test_one_rank_s_death_turns_the_others_off():
         team.ranks[1].close()
         wait_until(lambda: team.ranks[0].off and team.lookup.off, 5, "off")
         assert "rank 1" in team.ranks[0].off_reason
+        assert team.ranks[1].off_reason == "the engine shut down"
 
 
 def test_submit_after_off_fails_at_once():
