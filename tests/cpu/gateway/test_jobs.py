@@ -232,6 +232,19 @@ def test_read_that_ends_after_its_get_failed_frees_slots():
         serving.assert_idle()
 
 
+def test_stopping_gateway_unmaps_the_ring_after_the_card():
+    card = FaultyCard(memory_card(), [Fault(None, {Op.WRITE}, delay_s=30)])
+    with Serving(card) as serving:
+        (rank,) = serving.join(replicated(1, 1))
+        put([rank], 1, random_chunks(2), [0])
+        wait_until(lambda: serving.server._store.num_inflight == 1, 5, "it writes")
+        mapping = serving.server._engine._ring.mapping
+        seen = []
+        close = card.close
+        card.close = lambda: (close(), seen.append(len(mapping.data)))  # raises once unmapped
+    assert seen == [mapping.num_bytes]
+
+
 def test_slow_write_is_waited_for_before_the_ring_goes():
     chunks = random_chunks(2)
     card = FaultyCard(memory_card(), [Fault(None, {Op.WRITE}, delay_s=0.6)])

@@ -8,6 +8,7 @@ import pytest
 
 from adp_kv.errors import RingError
 from adp_kv.ring import region
+from adp_kv.wire.keys import pack_keys
 from adp_kv.wire.messages import (
     Attached,
     CacheDecl,
@@ -213,6 +214,29 @@ def test_unknown_peer_is_told():
         assert stranger.silent(0.1)
         assert "serves" not in stranger.stats()
         store(ranks, random_chunks(1))
+
+
+def test_rank_that_dies_within_a_get_ends_session():
+    chunks = random_chunks(2)
+    with Serving() as serving:
+        ranks = serving.join(replicated(1, 3))
+        store(ranks, chunks)
+        for rank in ranks[1:]:
+            rank.send(Get(5, [0], pack_keys(chunks)))
+            rank.lookup(chunks)  # it has arrived
+        ranks[2].close()
+        wait_until(lambda: gone(serving, ranks[0]), 5, "the connection is known to be lost")
+        ranks[0].send(Get(5, [0], pack_keys(chunks)))
+        for rank in ranks[:2]:
+            assert "rank 2" in rank.expect_goodbye()
+        store(serving.join(replicated(1, 2), engine="next"), random_chunks(1, seed=4))
+
+
+def gone(serving, rank):
+    """Return whether the gateway can't reach rank 2, without asking as an engine would."""
+    rank.stats()
+    identity = serving.server._engine.session.members[2].identity
+    return not serving.server._deliver(identity, Ping(0))
 
 
 def test_wrong_ring_attached_is_refused():
