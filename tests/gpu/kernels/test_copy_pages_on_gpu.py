@@ -8,7 +8,11 @@ from adp_kv.kernels.alignment import common_alignment
 from adp_kv.units import KiB, MiB
 from tests.support.cuda_rig import GUARD
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("default"),  # of Triton, whatever version is there
+]
 
 
 @pytest.fixture
