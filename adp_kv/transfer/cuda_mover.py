@@ -3,8 +3,7 @@
 Owning thread: the client's; mark() and a ticket's fence() may be called by the thread
 that runs the forward pass. Streams: two a direction, its own. In steady state nothing is
 allocated on the device, nothing synchronises, and other threads may capture graphs.
-CUDA queues about a thousand operations a stream: a caller that starts more than that
-(a staged piece is six, a batched call up to 128) waits inside CUDA.
+CUDA's queue of a stream is finite, and a caller that fills it waits inside CUDA.
 Failure scope: a transfer; a lost device fails every later call.
 """
 

@@ -41,7 +41,7 @@ class Thresholds:
     """Where one way becomes faster than the next, in bytes.
 
     Measured on an H200 with PCIe Gen5 x16; shares are of a contiguous 1 GiB copy in
-    the same run. Source: benchmarks/scatter.py and benchmarks/gather.py.
+    the same run. benchmarks/scatter.py and benchmarks/gather.py check the choice.
 
     Attributes:
         staged: smallest transfer that is staged; a staged piece costs two launches
