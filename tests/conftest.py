@@ -2,7 +2,8 @@
 
 Children started by tests/support run with PYTHONHASHSEED=0, because hashes that repeat
 across processes are what persistence rests on. The pytest process itself needs no seed;
-a test that hashes in-process must not depend on one.
+a test that hashes in-process must not depend on one. Kernel tests run in Triton's
+interpreter where there is no GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ import pytest
 
 from tests.support.gateway import ring_files
 from tests.support.process import descendants, mapped_by
+
+# Before anything imports triton: without a GPU its interpreter runs the kernels.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 VLLM_TIMEOUT_S = 400
 _PR_SET_CHILD_SUBREAPER = 36

@@ -106,8 +106,11 @@ def mapped_by(path: Path) -> set[int]:
 
 
 def child_env(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a child: this one's, the repository importable, fixed hashes."""
-    env = dict(os.environ)
+    """Return the environment of a child: this one's, the repository importable, fixed hashes.
+
+    Triton's interpreter is for kernel tests in this process, not for engines.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = [str(REPO), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
     env["PYTHONHASHSEED"] = "0"
