@@ -14,6 +14,7 @@ copied it, so neither the end of its request nor preemption can give it away.
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,7 @@ class RequestState:
     """What the scheduler side knows of one request.
 
     Attributes:
+        ready_by: until then a gateway that is still being joined is waited for.
         keys: uint64 [n, 2] of the chunks hashed so far.
         blocks: block ids, in order.
         hit_end: where the stored prefix ends, in tokens, as last told to vLLM.
@@ -49,6 +51,7 @@ class RequestState:
     """
 
     request: Any
+    ready_by: float
     namespace: bytes | None = None
     keys: KeyArray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.uint64))
     blocks: list[int] = field(default_factory=list)
@@ -167,7 +170,7 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         """Note a request and ask early what of it is stored."""
-        state = RequestState(request)
+        state = RequestState(request, time.monotonic() + self._settings.lookup_timeout_s)
         self._states[request.request_id] = state
         if self._ready():
             self._ask(state)
@@ -205,8 +208,11 @@ class SchedulerSide:
         """
         state = self._states.get(request.request_id)
         skip = getattr(request, "skip_reading_prefix_cache", False)
-        if state is None or state.failed or skip or not self._ready():
+        if state is None or state.failed or skip:
             return 0, False
+        if not self._ready():
+            joining = self.client.welcome is None and not self.off
+            return (None if joining and time.monotonic() < state.ready_by else 0), False
         if state.lookup is None:
             self._ask(state)
         if state.lookup is not None and state.lookup.stored is None and not state.lookup.expired:

@@ -30,6 +30,7 @@ from adp_kv.wire.messages import (
 )
 
 HELLO_INTERVAL_S = 1.0
+CONNECT_INTERVAL_S = 0.02
 RETRY_PREFIX = "retry: "
 
 
@@ -122,8 +123,8 @@ class Channel:
         next_hello = self._clock()
         while self._clock() < deadline:
             if self._clock() >= next_hello:
-                next_hello = self._clock() + HELLO_INTERVAL_S
-                self._try_send(hello)
+                sent = self._try_send(hello)
+                next_hello = self._clock() + (HELLO_INTERVAL_S if sent else CONNECT_INTERVAL_S)
             self.wait(max(0.0, min(next_hello, deadline) - self._clock()))
             message = self.receive()
             if isinstance(message, Welcome):
@@ -137,11 +138,12 @@ class Channel:
                 reason = "the gateway answers, but not every rank of the engine has joined"
         raise GatewayError(reason)
 
-    def _try_send(self, message: ToGateway) -> None:
+    def _try_send(self, message: ToGateway) -> bool:
         try:
             self.send(message)
         except GatewayError:
-            return  # not up yet: the next Hello may reach it
+            return False  # not connected yet, or not up: the next Hello may reach it
+        return True
 
     def heartbeat(self) -> float:
         """Ping when it is time; return seconds until this must be called again.

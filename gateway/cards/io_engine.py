@@ -4,7 +4,7 @@
 
 Two executors stand behind one interface: io_uring (`gateway.cards.uring_engine`, one
 thread, queues kept full across requests) and threads that call pread/pwrite, for hosts
-that forbid io_uring. `start_engine` picks.
+that forbid io_uring. `gateway.cards.engines` picks.
 
 Threads. submit() is called from any thread and never blocks on I/O; on_complete runs on
 an executor's thread, exactly once a request, and must be short.
@@ -25,17 +25,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from adp_kv.errors import CardError
-
 _logger: Final = logging.getLogger(__name__)
-
-EngineKind: TypeAlias = Literal["auto", "io_uring", "threads"]
 
 _ROWS_A_TURN: Final = 8
 
@@ -218,31 +214,3 @@ def _transfer(progress: Progress, rows: slice) -> None:
     ):
         moved = call(fd, address, length, offset)
         progress.results[row] = moved if moved >= 0 else -ctypes.get_errno()
-
-
-def start_engine(kind: EngineKind, queue_depth: int, num_threads: int) -> IoEngine:
-    """Start an executor.
-
-    Args:
-        kind: "auto" takes io_uring where it works, and threads elsewhere.
-        queue_depth: I/Os in flight at once, io_uring.
-        num_threads: I/Os in flight at once, threads.
-
-    Raises:
-        CardError: "io_uring" was asked for and does not work here.
-    """
-    if kind != "threads":
-        # Not at the top: that module needs this one's interface.
-        from gateway.cards.uring_engine import UringEngine  # noqa: PLC0415
-
-        try:
-            return UringEngine(queue_depth)
-        except OSError as error:
-            if kind == "io_uring":
-                raise CardError(
-                    f"io_engine='io_uring' does not work here: {error.strerror}; allow it "
-                    "(kernel.io_uring_disabled=0, the container's seccomp profile) or set "
-                    "io_engine to 'auto' or 'threads'"
-                ) from error
-            _logger.warning("no io_uring (%s): using %d I/O threads", error.strerror, num_threads)
-    return ThreadEngine(num_threads)

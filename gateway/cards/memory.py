@@ -42,6 +42,7 @@ _MAX_DATABASES: Final = 1 << 16
 _MAX_VALUE_BYTES: Final = 1 << 31
 _STRIDE_ALIGNMENT: Final = 64  # cache line
 _CLOSE_TIMEOUT_S: Final = 30.0
+_MADV_POPULATE_WRITE: Final = 23  # not in Python's mmap yet
 
 _memmove: Final = ctypes.CDLL(None).memmove
 _memmove.restype = None
@@ -57,6 +58,7 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         num_databases: independent key spaces; they share the capacity evenly.
         copy_threads: threads that copy.
         verify: check a checksum on every read, as a card on a device does.
+        prefault: touch all memory in open(), so that first writes run at full speed.
     """
 
     capacity_bytes: int
@@ -64,6 +66,7 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     num_databases: int = 1
     copy_threads: int = 2
     verify: bool = False
+    prefault: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_databases <= _MAX_DATABASES:
@@ -121,6 +124,9 @@ class MemoryCard(Card):
             ) from error
         with contextlib.suppress(OSError):  # a kernel without huge pages
             self._values.madvise(mmap.MADV_HUGEPAGE)
+        if s.prefault:
+            with contextlib.suppress(OSError):  # before Linux 5.14
+                self._values.madvise(_MADV_POPULATE_WRITE)
         base = np.frombuffer(self._values, dtype=np.uint8).ctypes.data
         size = slots * s.stride_bytes
         self._bases = [base + i * size for i in range(s.num_databases)]

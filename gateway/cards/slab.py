@@ -51,8 +51,9 @@ from gateway.cards.batches import (
     value_checksums,
 )
 from gateway.cards.direct_io import alignment_of
+from gateway.cards.engines import start_engine
 from gateway.cards.index import ABSENT, Locations
-from gateway.cards.io_engine import IoEngine, IoRequest, start_engine
+from gateway.cards.io_engine import IoEngine, IoRequest
 from gateway.cards.journal import Kind
 from gateway.cards.slab_settings import SlabSettings
 from gateway.cards.slab_store import DATA_OFFSET, Database, Store, StoreSpec, open_store

@@ -8,7 +8,7 @@ import msgspec
 
 from adp_kv.errors import ConfigError
 from adp_kv.units import PAGE_BYTES, KiB, MiB
-from gateway.cards.io_engine import EngineKind
+from gateway.cards.engines import EngineKind
 
 _MAX_DATABASES: Final = 4096
 _MAX_SLOT_BYTES: Final = 1 << 30

@@ -13,6 +13,7 @@ from gateway.cards.slab_settings import SlabSettings
 
 PAGE = 4096
 GUARD = 0xA5
+READ_GUARD = 0x3C
 SLOT_BYTES = 262144
 SLOTS = 32
 
@@ -75,10 +76,10 @@ class Arena:
     def at(self, offset, length):
         return self.bytes[offset : offset + length]
 
-    def guard_intact(self, offset, length, alignment):
+    def guard(self, offset, length, alignment):
+        """Return what lies behind the memory that a value of `length` at `offset` may use."""
         start = offset + -(-length // alignment) * alignment
-        end = offset + -(-length // PAGE) * PAGE + PAGE
-        return bool((self.bytes[start:end] == GUARD).all())
+        return self.bytes[start : offset + -(-length // PAGE) * PAGE + PAGE]
 
 
 class Driver:
@@ -129,10 +130,13 @@ class Driver:
 
     def read(self, keys, lengths, databases=0):
         """Return (status, value) of each key; checks that nothing beyond a value was touched."""
+        alignment = self.card.limits.alignment_bytes
         offsets = [self.arena.place(length) for length in lengths]
+        guards = [self.arena.guard(o, n, alignment) for o, n in zip(offsets, lengths, strict=True)]
+        for guard in guards:
+            guard[:] = READ_GUARD  # not GUARD: a card may have stored what lay behind a value
         status = self.run(Op.READ, keys, offsets, lengths, databases)
-        for offset, length in zip(offsets, lengths, strict=True):
-            assert self.arena.guard_intact(offset, length, self.card.limits.alignment_bytes)
+        assert all((guard == READ_GUARD).all() for guard in guards), "wrote beyond a value"
         return status, [self.arena.at(o, n).copy() for o, n in zip(offsets, lengths, strict=True)]
 
     def check(self, keys, lengths, version=0, databases=0):

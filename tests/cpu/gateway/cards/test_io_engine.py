@@ -8,7 +8,8 @@ from support.cards import Arena
 
 from adp_kv.errors import CardError
 from gateway.cards import uring_engine
-from gateway.cards.io_engine import IoRequest, ThreadEngine, start_engine
+from gateway.cards.engines import start_engine
+from gateway.cards.io_engine import IoRequest, ThreadEngine
 from gateway.cards.uring import OP_NOP, URing, probe
 from gateway.cards.uring_engine import UringEngine, _split
 
@@ -31,7 +32,7 @@ def engine(request):
 @pytest.fixture
 def file(tmp_path):
     descriptor = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-    os.ftruncate(descriptor, 200 * BLOCK)
+    os.pwritev(descriptor, [Arena(200 * BLOCK).bytes], 0)  # holes would be read inline
     yield descriptor
     os.close(descriptor)
 
@@ -104,6 +105,7 @@ def test_callback_that_raises_stops_nothing(engine, file, caplog):
     done = Waiting()
     engine.submit(request(file, arena, [0], write=False, on_complete=done))
     assert done.wait() == [BLOCK]
+    assert engine.stop(5)
     assert "callback failed" in caplog.text
 
 

@@ -11,10 +11,8 @@ from gateway.cards.registry import card_kinds, create_card
 
 @pytest.mark.parametrize("kind", ["memory", "slab"])
 def test_card_made_by_kind_works(kind, tmp_path, drive):
-    settings = {"capacity_bytes": 1 << 20} | (
-        {"path": str(tmp_path / "c")} if kind == "slab" else {}
-    )
-    driver = drive(create_card(kind, settings))
+    path = {"path": str(tmp_path / "c")} if kind == "slab" else {}
+    driver = drive(create_card(kind, {"capacity_bytes": 1 << 20} | path))
     keys = random_keys(2)
     assert driver.write(keys, [100] * 2) == [Status.OK] * 2
     driver.check(keys, [100] * 2)

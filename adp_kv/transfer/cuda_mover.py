@@ -1,0 +1,201 @@
+"""The mover of a CUDA device (see base for the contract).
+
+Owning thread: the client's; mark() and a ticket's fence() may be called by the thread
+that runs the forward pass. Streams: two a direction, its own. In steady state nothing is
+allocated on the device, nothing synchronises, and other threads may capture graphs.
+Failure scope: a transfer; a lost device fails every later call.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from adp_kv.errors import TransferError
+from adp_kv.transfer.base import Mark, Mover, SliceCopy, Ticket
+from adp_kv.transfer.copy_engine import BatchCopy, CopyEngine, open_batch
+from adp_kv.transfer.device import TorchDevice
+from adp_kv.transfer.pipes import Pipe, RestorePipe, SavePipe
+from adp_kv.transfer.plan import Limits, Thresholds, check_copy, make_plan
+from adp_kv.transfer.registration import RingRegistration
+from adp_kv.transfer.runtime import load_runtime
+from adp_kv.transfer.settings import MoverSettings
+
+logger = logging.getLogger(__name__)
+
+
+class CudaTicket(Ticket):
+    """Ends when its event has happened; None is a transfer of nothing."""
+
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, device: TorchDevice, event: torch.cuda.Event | None) -> None:
+        self._device = device
+        self._event = event
+
+    @override
+    def done(self) -> bool:
+        if self._event is None:
+            return True
+        try:
+            with self._device.capture_safe():
+                return bool(self._event.query())
+        except RuntimeError as error:
+            raise TransferError(f"the device failed during a transfer: {error}") from error
+
+    @override
+    def fence(self) -> None:
+        if self._event is not None:
+            self._device.current_stream().wait_event(self._event)
+
+
+class CudaMover(Mover):
+    """Moves slices between the ring and one device's pages."""
+
+    def __init__(
+        self,
+        device: TorchDevice,
+        engine: CopyEngine,
+        ring: RingRegistration,
+        settings: MoverSettings,
+    ) -> None:
+        self._device = device
+        self._engine = engine
+        self._ring = ring
+        self._settings = settings
+        self._restores = RestorePipe(device, engine, settings)
+        self._saves = SavePipe(device, engine, settings)
+        self._is_closed = False
+
+    @override
+    def register_ring(self, address: int, num_bytes: int) -> None:
+        self._check_open()
+        with self._device.capture_safe():
+            self._device.bind()
+            self._ring.register(address, num_bytes)
+
+    @override
+    def mark(self) -> Mark:
+        return self._device.record(self._device.current_stream())
+
+    @override
+    def restore(self, copy: SliceCopy, after: Mark | None) -> Ticket:
+        return self._start(self._restores, self._settings.restore, copy, after)
+
+    @override
+    def save(self, copy: SliceCopy, after: Mark | None) -> Ticket:
+        return self._start(self._saves, self._settings.save, copy, after)
+
+    @override
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._drain()
+        self._ring.unregister()
+
+    def _start(
+        self, pipe: Pipe, thresholds: Thresholds, copy: SliceCopy, after: Mark | None
+    ) -> Ticket:
+        self._check_open()
+        self._check_ring(copy)
+        if not copy.page_addrs.size:
+            return CudaTicket(self._device, None)
+        assert after is None or isinstance(after, torch.cuda.Event)
+        limits = Limits(
+            borders=self._ring.borders,
+            staging_bytes=pipe.buffer_bytes,
+            max_pages=self._settings.max_pages,
+            has_batch=self._engine.has_batch,
+        )
+        plan = make_plan(copy, limits, thresholds)
+        try:
+            with self._device.capture_safe():
+                self._device.bind()
+                return CudaTicket(self._device, pipe.start(plan, after))
+        except (TransferError, RuntimeError) as error:
+            # What was queued still reads and writes the caller's memory: the one wait
+            # outside close(), since the caller will use that memory again.
+            self._drain()
+            raise TransferError(
+                f"a transfer of {copy.total_bytes} bytes failed: {error}"
+            ) from error
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise TransferError("the mover is closed")
+
+    def _check_ring(self, copy: SliceCopy) -> None:
+        """An address outside the ring would end the process's CUDA context."""
+        check_copy(copy)
+        if copy.slice_addrs.size:
+            first, last = int(np.min(copy.slice_addrs)), int(np.max(copy.slice_addrs))
+            if not self._ring.covers(first, last + copy.slice_bytes):
+                raise TransferError("slices lie outside the registered ring")
+
+    def _drain(self) -> None:
+        try:
+            with self._device.capture_safe():
+                self._device.bind()
+                self._restores.drain()
+                self._saves.drain()
+        except RuntimeError:
+            logger.exception("the device failed while its transfers were awaited")
+
+
+def open_cuda_mover(device: torch.device, settings: MoverSettings) -> CudaMover:
+    """Open a mover and compile its kernels, so that no transfer does.
+
+    Raises:
+        TransferError: cupy is missing or the device can't be used.
+    """
+    runtime = load_runtime()
+    try:
+        api = TorchDevice(device, runtime)
+        api.bind()
+        engine = CopyEngine(runtime, _probe_batch(api))
+        _compile_kernels(api)
+        ring = RingRegistration(
+            runtime,
+            api.index,
+            piece_bytes=settings.register_piece_bytes,
+            num_threads=settings.register_threads,
+        )
+        return CudaMover(api, engine, ring, settings)
+    except (OSError, RuntimeError) as error:
+        raise TransferError(f"{device} can't be used for transfers: {error}") from error
+
+
+def _probe_batch(api: TorchDevice) -> BatchCopy | None:
+    """Return batched copies if the driver has them and they move bytes."""
+    batch = open_batch()
+    if batch is None:
+        return None
+    stream = api.stream(0)
+    source, target = api.allocate(64), api.allocate(64)
+    source.fill_(7)
+    target.fill_(0)
+    api.current_stream().synchronize()
+    steps = np.arange(4, dtype=np.int64) * 16
+    sizes = np.full(4, 16, dtype=np.int64)
+    try:
+        batch.copy(target.data_ptr() + steps, source.data_ptr() + steps, sizes, stream.cuda_stream)
+    except TransferError as error:
+        logger.info("batched copies are not used: %s", error)
+        return None
+    stream.synchronize()
+    return batch if torch.equal(source, target) else None
+
+
+def _compile_kernels(api: TorchDevice) -> None:
+    """Run the kernel once for each alignment it is compiled for."""
+    pages = api.allocate(64)
+    pages.zero_()
+    stream = api.current_stream()
+    addrs = torch.tensor([pages.data_ptr(), pages.data_ptr() + 32], device=pages.device)
+    for align in (16, 8, 1):
+        api.launch(stream, addrs[:1], addrs.flip(0)[:1], align, align=align, num_programs=1)
+    stream.synchronize()

@@ -1,0 +1,84 @@
+"""One CUDA device as the mover uses it: streams, events, memory, launches.
+
+CUDA forbids some calls (event queries, allocations) in every thread while any thread
+captures a graph in the default mode; whoever makes one ends that capture. So calls that
+may fall into a capture run inside capture_safe(), which exempts the calling thread.
+Failure scope: errors of a lost device are RuntimeError and stay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from adp_kv.transfer.runtime import CudaRuntime
+
+_CAPTURE_RELAXED = 2
+
+
+class TorchDevice:
+    """A CUDA device, through torch."""
+
+    def __init__(self, device: torch.device, runtime: CudaRuntime) -> None:
+        torch.cuda.init()
+        index = torch.cuda.current_device() if str(device) == "cuda" else device.index
+        self.index = index
+        self._device = torch.device("cuda", index)
+        self._runtime = runtime
+        self._exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+
+    def bind(self) -> None:
+        """Make this the calling thread's device, for torch and for cupy."""
+        torch.cuda.set_device(self.index)
+        self._runtime.setDevice(self.index)
+
+    @contextmanager
+    def capture_safe(self) -> Iterator[None]:
+        """Let the calling thread use CUDA while another thread captures a graph."""
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        self._exchange(ctypes.byref(mode))  # swaps: mode now holds what was set before
+        try:
+            yield
+        finally:
+            self._exchange(ctypes.byref(mode))
+
+    def stream(self, priority: int) -> torch.cuda.Stream:
+        """Return a new stream; a lower priority runs first."""
+        return torch.cuda.Stream(self._device, priority)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        """Return the calling thread's current stream on this device."""
+        return torch.cuda.current_stream(self._device)
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Return a new event that happens when the stream has got here."""
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return uint8 [num_bytes] on the device."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def allocate_pinned(self, num_words: int) -> torch.Tensor:
+        """Return int64 [num_words] in host memory that the device reads at the same address."""
+        return torch.empty(num_words, dtype=torch.int64, pin_memory=True)
+
+    def launch(
+        self,
+        stream: torch.cuda.Stream,
+        src_addrs: torch.Tensor,
+        dst_addrs: torch.Tensor,
+        page_bytes: int,
+        *,
+        align: int,
+        num_programs: int,
+    ) -> None:
+        """Launch copy_pages on a stream."""
+        from adp_kv.kernels.launch import copy_pages  # noqa: PLC0415  # imports Triton
+
+        with torch.cuda.stream(stream):
+            copy_pages(src_addrs, dst_addrs, page_bytes, align=align, num_programs=num_programs)

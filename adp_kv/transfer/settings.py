@@ -1,0 +1,36 @@
+"""What a device mover is given; every value has a default that was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adp_kv.transfer.plan import RESTORE, SAVE, Thresholds
+from adp_kv.units import GiB, MiB
+
+
+@dataclass(frozen=True, slots=True)
+class MoverSettings:
+    """How a CudaMover is built.
+
+    Attributes:
+        staging_bytes: device memory of the staging buffers, in each direction; 0 stages nothing.
+        staging_buffers: buffers it is cut into; pieces of 16 MiB keep the link at 0.98 and
+            of 4 MiB at 0.95.
+        restore, save: where one way becomes faster than the next.
+        page_programs: programs of a page kernel inside device memory (64 move 700 GB/s).
+        restore_programs, save_programs: programs of a kernel that waits on the link;
+            each holds a multiprocessor, and more of them move no more.
+        max_pages: rows of an address table, the most pages of one piece.
+        register_piece_bytes, register_threads: how the ring is registered.
+    """
+
+    staging_bytes: int = 64 * MiB
+    staging_buffers: int = 4
+    restore: Thresholds = RESTORE
+    save: Thresholds = SAVE
+    page_programs: int = 64
+    restore_programs: int = 16
+    save_programs: int = 8
+    max_pages: int = 1 << 15
+    register_piece_bytes: int = GiB
+    register_threads: int = 2

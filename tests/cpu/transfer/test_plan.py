@@ -1,0 +1,165 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adp_kv.errors import TransferError
+from adp_kv.transfer.base import SliceCopy
+from adp_kv.transfer.plan import NEVER, RESTORE, SAVE, Limits, Thresholds, Way, make_plan
+from adp_kv.units import GiB, KiB, MiB
+
+BASE = 1 << 20
+
+
+def a_copy(slice_addrs, pages_per_slice, page_bytes, seed=0):
+    slice_addrs = np.asarray(slice_addrs, dtype=np.int64)
+    order = np.random.default_rng(seed).permutation(slice_addrs.size * pages_per_slice)
+    pages = (1 << 40) + order.astype(np.int64) * page_bytes
+    return SliceCopy(slice_addrs, pages.reshape(-1, pages_per_slice), page_bytes)
+
+
+def the_limits(borders=(), staging_bytes=16 * MiB, max_pages=1 << 15, has_batch=True):
+    return Limits(np.array(borders, dtype=np.int64), staging_bytes, max_pages, has_batch)
+
+
+def moved(plan):
+    """Yield (host address, device byte) pairs of all bytes, whatever way they move."""
+    pairs = []
+    for piece in plan.pieces:
+        there = slice(piece.first_page, piece.first_page + piece.num_pages)
+        pages = plan.page_addrs[there]
+        if piece.way is Way.DIRECT:
+            for host, page in zip(plan.host_addrs[there], pages, strict=True):
+                pairs += [(int(host) + i, int(page) + i) for i in range(plan.page_bytes)]
+            continue
+        e = piece.extents
+        for host, pitch, width, rows, offset in zip(
+            e.host_addrs, e.pitches, e.widths, e.rows, e.offsets, strict=True
+        ):
+            for at in range(int(rows) * int(width)):
+                row, column = divmod(at, int(width))
+                device = int(offset) + at
+                if piece.way is Way.STAGED:
+                    page, inside = divmod(device, plan.page_bytes)
+                    device = int(pages[page]) + inside
+                pairs.append((int(host) + row * int(pitch) + column, device))
+    return pairs
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_plan_moves_every_byte_once(data):
+    page_bytes = data.draw(st.integers(1, 9))
+    pages_per_slice = data.draw(st.integers(1, 5))
+    slice_bytes = page_bytes * pages_per_slice
+    pitch = slice_bytes + data.draw(st.sampled_from([0, 0, 1, 13]))
+    slots = data.draw(st.lists(st.integers(0, 30), max_size=12, unique=True))
+    if data.draw(st.booleans()):
+        slots = list(range(len(slots)))
+    addrs = BASE + np.array(slots, dtype=np.int64) * pitch
+    borders = sorted(data.draw(st.sets(st.integers(BASE, BASE + 31 * pitch), max_size=4)))
+    limits = the_limits(
+        borders,
+        data.draw(st.integers(1, 4 * slice_bytes)),
+        data.draw(st.integers(1, 8)),
+        data.draw(st.booleans()),
+    )
+    small = st.integers(0, 3 * slice_bytes)
+    thresholds = Thresholds(
+        *(data.draw(small) for _ in range(4)), force=data.draw(st.sampled_from([None, *Way]))
+    )
+    copy = a_copy(addrs, pages_per_slice, page_bytes)
+    plan = make_plan(copy, limits, thresholds)
+    expected = [
+        (int(addr) + page * page_bytes + i, int(copy.page_addrs[row, page]) + i)
+        for row, addr in enumerate(addrs)
+        for page in range(pages_per_slice)
+        for i in range(page_bytes)
+    ]
+    assert sorted(moved(plan)) == sorted(expected)
+    for piece in plan.pieces:
+        assert 0 < piece.num_pages <= limits.max_pages
+        if piece.way is Way.STAGED:
+            assert piece.num_pages * page_bytes <= limits.staging_bytes
+        if piece.extents is not None:
+            e = piece.extents
+            ends = e.host_addrs + (e.rows - 1) * e.pitches + e.widths
+            for border in borders:
+                assert not ((e.host_addrs < border) & (border < ends)).any()
+
+
+def the_way(copy, thresholds, **limits):
+    plan = make_plan(copy, the_limits(**limits), thresholds)
+    (way,) = {piece.way for piece in plan.pieces}
+    return way, plan
+
+
+def run(slot, num):
+    return GiB + np.arange(num) * slot
+
+
+def scattered(slot, num):
+    return GiB + np.sort(np.random.default_rng(3).permutation(num * 8)[:num]) * slot
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "slices", "slice_bytes", "page_bytes", "way"),
+    [
+        (RESTORE, run(128 * KiB, 512), 128 * KiB, 8 * KiB, Way.STAGED),
+        (SAVE, run(128 * KiB, 512), 128 * KiB, 8 * KiB, Way.STAGED),
+        (RESTORE, run(256 * KiB, 512), 32 * KiB, 8 * KiB, Way.STAGED),
+        (SAVE, run(256 * KiB, 512), 32 * KiB, 8 * KiB, Way.DIRECT),
+        (RESTORE, run(128 * KiB, 4096), 16 * KiB, 8 * KiB, Way.DIRECT),
+        (RESTORE, scattered(128 * KiB, 512), 128 * KiB, 8 * KiB, Way.STAGED),
+        (RESTORE, scattered(128 * KiB, 512), 128 * KiB, 64 * KiB, Way.BATCH),
+        (RESTORE, scattered(32 * KiB, 512), 32 * KiB, 8 * KiB, Way.DIRECT),
+        (SAVE, scattered(128 * KiB, 512), 128 * KiB, 64 * KiB, Way.DIRECT),
+        (SAVE, scattered(2 * MiB, 32), MiB, MiB, Way.BATCH),
+        (RESTORE, run(8 * KiB, 64), 8 * KiB, 8 * KiB, Way.DIRECT),
+    ],
+)
+def test_planner_chooses_the_fastest_way(thresholds, slices, slice_bytes, page_bytes, way):
+    copy = a_copy(slices, slice_bytes // page_bytes, page_bytes)
+    assert the_way(copy, thresholds)[0] is way
+
+
+def test_run_staged_is_one_copy_a_piece():
+    _, plan = the_way(a_copy(run(8 * KiB, 8192)[::-1], 1, 8 * KiB), RESTORE)
+    assert [piece.extents.widths.tolist() for piece in plan.pieces] == [[16 * MiB]] * 4
+
+
+def test_strided_run_is_2d_and_cut_at_border():
+    slices = run(256 * KiB, 512) + 4096
+    _, plan = the_way(a_copy(slices, 4, 8 * KiB), RESTORE, borders=[int(slices[100]) + 8192])
+    (piece,) = plan.pieces
+    assert piece.extents.rows.tolist() == [100, 1, 1, 411]
+    assert piece.extents.widths.tolist() == [32 * KiB, 8192, 24 * KiB, 32 * KiB]
+
+
+def test_without_batch_scattered_is_direct():
+    copy = a_copy(scattered(128 * KiB, 512), 1, 128 * KiB)
+    assert the_way(copy, RESTORE, has_batch=False)[0] is Way.DIRECT
+
+
+def test_page_over_staging_is_never_staged():
+    copy = a_copy(run(4 * MiB, 4), 1, 4 * MiB)
+    forced = Thresholds(0, 0, NEVER, NEVER, force=Way.STAGED)
+    assert the_way(copy, forced, staging_bytes=MiB)[0] is Way.DIRECT
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        SliceCopy(np.zeros(2, np.int64), np.zeros((3, 1), np.int64), 8),
+        SliceCopy(np.zeros(2, np.int64), np.zeros((2, 1), np.int64), 0),
+        SliceCopy(np.zeros(2, np.int64), np.zeros(2, np.int64), 8),
+        SliceCopy(np.zeros(2, np.uint64), np.zeros((2, 1), np.int64), 8),
+    ],
+)
+def test_plan_wrong_tables_raise(copy):
+    with pytest.raises(TransferError):
+        make_plan(copy, the_limits(), RESTORE)
+
+
+def test_plan_of_nothing_has_no_pieces():
+    assert make_plan(a_copy([], 3, 8), the_limits(), RESTORE).pieces == ()

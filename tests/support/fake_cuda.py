@@ -1,0 +1,143 @@
+# ruff: noqa: N802  # the runtime's names are cupy's
+"""A CUDA device whose streams run their work late and in any order that events allow.
+
+Device memory is host memory. What is queued runs when step() or an event's query picks
+its stream at random, so memory that is reused too early shows up as wrong bytes.
+"""
+
+import ctypes
+import random
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from adp_kv.kernels.reference import copy_pages_reference
+
+
+class FakeEvent:
+    def __init__(self, device):
+        self._device = device
+        self.happened = False
+
+    def query(self):
+        self._device.step(3)
+        return self.happened
+
+
+class FakeStream:
+    def __init__(self, device, number):
+        self._device = device
+        self.cuda_stream = number
+        self.queue = []
+
+    def wait_event(self, event):
+        self.queue.append(event)
+
+    def add(self, work):
+        self.queue.append(work)
+
+    def synchronize(self):
+        while self.queue:
+            self._device.step(1)
+
+
+class FakeDevice:
+    """Stands for TorchDevice, cupy's runtime and the batched copy at once."""
+
+    index = 0
+
+    def __init__(self, seed=0):
+        self._random = random.Random(seed)
+        self._streams = {}
+        self._memory = []  # what is allocated stays, as a device's staging does
+        self.main = self.stream(0)
+        self.fail_copies = False
+        self.calls = []
+
+    def step(self, count):
+        """Run up to count queued works on streams that may run."""
+        for _ in range(count):
+            ready = [s for s in self._streams.values() if s.queue and self._may_run(s.queue[0])]
+            if not ready:
+                return
+            work = self._random.choice(ready).queue.pop(0)
+            if not isinstance(work, FakeEvent):
+                work()
+
+    def _may_run(self, work):
+        return not isinstance(work, FakeEvent) or work.happened
+
+    def _allocate(self, count, dtype):
+        self._memory.append(torch.zeros(count, dtype=dtype))
+        return self._memory[-1]
+
+    # TorchDevice
+    def bind(self):
+        pass
+
+    @contextmanager
+    def capture_safe(self):
+        yield
+
+    def stream(self, _priority):
+        stream = FakeStream(self, len(self._streams) + 1)
+        self._streams[stream.cuda_stream] = stream
+        return stream
+
+    def current_stream(self):
+        return self.main
+
+    def record(self, stream):
+        event = FakeEvent(self)
+        stream.add(lambda: setattr(event, "happened", True))
+        return event
+
+    def allocate(self, num_bytes):
+        return self._allocate(num_bytes, torch.uint8)
+
+    def allocate_pinned(self, num_words):
+        return self._allocate(num_words, torch.int64)
+
+    def launch(self, stream, src_addrs, dst_addrs, page_bytes, *, align, num_programs):
+        self.calls.append(("launch", align, num_programs))
+
+        def run():
+            src, dst = src_addrs.numpy(), dst_addrs.numpy()
+            assert all(not (table % align).any() for table in (src, dst, np.array([page_bytes])))
+            copy_pages_reference(src, dst, page_bytes)
+
+        stream.add(run)
+
+    # cupy.cuda.runtime
+    def setDevice(self, device):
+        assert device == 0
+
+    def hostRegister(self, ptr, size, flags):
+        pass
+
+    def hostUnregister(self, ptr):
+        pass
+
+    def memcpyAsync(self, dst, src, size, kind, stream):
+        self._copy("1-D", stream, lambda: ctypes.memmove(dst, src, size))
+
+    def memcpy2DAsync(  # noqa: PLR0913, PLR0917
+        self, dst, dpitch, src, spitch, width, height, kind, stream
+    ):
+        def run():
+            for row in range(height):
+                ctypes.memmove(dst + row * dpitch, src + row * spitch, width)
+
+        self._copy("2-D", stream, run)
+
+    # BatchCopy
+    def copy(self, dst_addrs, src_addrs, sizes, stream):
+        copies = list(zip(dst_addrs.tolist(), src_addrs.tolist(), sizes.tolist(), strict=True))
+        self._copy("batch", stream, lambda: [ctypes.memmove(*copy) for copy in copies])
+
+    def _copy(self, name, stream, run):
+        if self.fail_copies:
+            raise RuntimeError("cudaErrorInvalidValue: invalid argument")
+        self.calls.append((name,))
+        self._streams[stream].add(run)
