@@ -176,7 +176,7 @@ def open_store(spec: StoreSpec) -> Store:
             _write_facts(spec.path, made)
     except OSError as error:
         store.close()
-        raise CardError(f"path {spec.path}: {error.strerror} ({error.filename})") from error
+        raise CardError(f"path {spec.path}: {error}") from error
     except BaseException:
         store.close()
         raise
@@ -264,7 +264,8 @@ def _open_database(
         _lock(descriptor, slab, deadline)
         if new:
             _make_slab(spec, facts, number, descriptor)
-        _check_slab(slab, facts, number, _read_header(slab), os.lseek(descriptor, 0, os.SEEK_END))
+        _check_header(slab, facts, number)
+        _check_size(slab, spec.slab_bytes, os.lseek(descriptor, 0, os.SEEK_END))
         if new:
             spec.journal(number).unlink(missing_ok=True)
         identity = JournalIdentity(facts.card_id, number, spec.num_slots, spec.slot_bytes)
@@ -288,6 +289,7 @@ def _make_slab(spec: StoreSpec, facts: CardFacts, number: int, descriptor: int) 
     slab = spec.slab(number)
     if stat.S_ISBLK(os.fstat(descriptor).st_mode):
         _check_device_is_empty(slab)
+        _check_size(slab, spec.slab_bytes, os.lseek(descriptor, 0, os.SEEK_END))
     elif spec.devices:
         raise CardError(f"devices: {slab} is no block device; name one, or leave devices empty")
     else:
@@ -320,23 +322,20 @@ def _check_device_is_empty(slab: Path) -> None:
         )
 
 
-def _read_header(slab: Path) -> list[int]:
+def _check_header(slab: Path, facts: CardFacts, number: int) -> None:
     with slab.open("rb", buffering=0) as file:
-        start = file.read(PAGE_BYTES)
-    words: list[int] = np.frombuffer(start[: len(start) // 8 * 8], dtype="<u8").tolist()
-    return words[:_HEADER_WORDS]
-
-
-def _check_slab(slab: Path, facts: CardFacts, number: int, header: list[int], size: int) -> None:
-    wanted = [_MAGIC, _FORMAT_VERSION, facts.card_id, number]
-    if header != wanted:
+        start = file.read(8 * _HEADER_WORDS)
+    wanted = np.array([_MAGIC, _FORMAT_VERSION, facts.card_id, number], dtype="<u8")
+    if start != wanted.tobytes():
         raise CardError(
             f"{slab}: not database {number} of this card; name the card's own slabs in their "
             "order, or delete the directory to start empty"
         )
-    needed = DATA_OFFSET + facts.num_slots * facts.slot_bytes
+
+
+def _check_size(slab: Path, needed: int, size: int) -> None:
     if size < needed:
         raise CardError(
             f"{slab}: {format_bytes(size)}, but its slots need {format_bytes(needed)}; restore "
-            "it, or delete the directory to start empty"
+            "it, or delete the directory and start with a lower capacity_bytes"
         )

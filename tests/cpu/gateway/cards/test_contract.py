@@ -47,7 +47,7 @@ def test_overwrite_reads_the_new_value(make_card, drive):
     assert driver.card.stats()["values"] == 4
 
 
-def test_deleted_key_is_absent_and_its_room_free(make_card, drive):
+def test_deleted_key_is_absent_room_free(make_card, drive):
     driver = drive(make_card())
     keys = random_keys(SLOTS)
     assert driver.write(keys, [64] * SLOTS) == [OK] * SLOTS
@@ -81,7 +81,7 @@ def test_marker_and_value_replace_each_other(make_card, drive):
     driver.check(keys, [100], version=1)
 
 
-def test_read_of_other_length_is_corrupt_and_deletes(make_card, drive):
+def test_read_of_other_length_is_corrupt(make_card, drive):
     driver = drive(make_card())
     keys = random_keys(2)
     driver.write(keys, [4096, 4096])
@@ -113,7 +113,7 @@ def test_full_card_answers_no_space_per_entry(make_card, drive):
     assert driver.write(keys[~stored], [1000] * 6) == [OK] * 6
 
 
-def test_key_twice_in_a_read_fills_both_places(make_card, drive):
+def test_key_twice_in_read_fills_both(make_card, drive):
     driver = drive(make_card())
     keys = random_keys(3)
     driver.write(keys, [7000] * 3)

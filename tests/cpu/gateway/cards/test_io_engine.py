@@ -200,7 +200,7 @@ def test_buffers_are_cut_at_a_gibibyte():
 
 
 @uring
-def test_ring_wraps_and_refuses_more_than_it_holds():
+def test_ring_wraps_and_refuses_overflow():
     ring = URing(8)
     for round_number in range(50):
         names = np.arange(5, dtype=np.uint64) + np.uint64(round_number)
