@@ -204,10 +204,11 @@ class SlabCard(Card):
         self._databases = []
         if not quiet:
             # The descriptors stay open, and locked, as long as I/O may go through them.
-            raise CardError(
-                f"path {self._settings.path}: I/O did not end in time; its memory is not safe to "
-                "unmap until this process ends"
+            _logger.error(
+                "path %s: I/O did not end in time; end this process, its memory is in use",
+                self._settings.path,
             )
+            return
         store.close()
 
     def _settle(self, pending: PendingBatch) -> None:

@@ -120,6 +120,22 @@ def test_key_twice_in_read_fills_both(make_card, drive):
     driver.check(keys[[0, 1, 0, 2, 0]], [7000] * 5)
 
 
+def test_neighbouring_values_keep_their_bytes(make_card, drive):
+    driver = drive(make_card())
+    keys, size = random_keys(16), SLOT_BYTES
+    source, target = driver.arena.place(16 * size), driver.arena.place(16 * size)
+    for i, key in enumerate(keys):
+        driver.arena.at(source + i * size, size)[:] = value_of(key, size)
+    sources = [source + i * size for i in range(16)]
+    assert driver.run(Op.WRITE, keys, sources, [size] * 16) == [OK] * 16
+    for order in (range(16), [3, 4, 5, 0, 1, 9, 8, 7], range(15, -1, -1)):
+        targets = [target + i * size for i in range(len(order))]
+        lengths = [size] * len(order)
+        assert driver.run(Op.READ, keys[list(order)], targets, lengths) == [OK] * len(order)
+        for i, place in zip(order, targets, strict=True):
+            assert np.array_equal(driver.arena.at(place, size), value_of(keys[i], size))
+
+
 def test_databases_keep_their_keys_apart(make_card, drive):
     driver = drive(make_card(num_databases=3))
     keys = random_keys(4)
