@@ -64,6 +64,7 @@ PART_ROWS: Final = 64
 """Entries that are checked and journalled together; also about one queue's depth."""
 
 _STOP_TIMEOUT_S: Final = 5.0
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +250,7 @@ class SlabCard(Card):
                 there = slots >= 0
                 pending.status[rows] = np.where(there, Status.OK, Status.ABSENT)
                 # The record before the slot is free: else its next value could be lost to it.
-                if _journal(database, Kind.DELETE, keys[there], slots[there]):
+                if _journal(database, Kind.DELETE, keys[there], slots[there]) is Status.OK:
                     database.table.delete(keys)
                 else:
                     pending.status[rows[there]] = Status.IO_ERROR
@@ -458,8 +459,8 @@ def _journal(
     slots: Locations,
     lengths: NDArray[np.uint32] | None = None,
     checksums: NDArray[np.uint64] | None = None,
-) -> bool:
-    """Append records under the table's lock; false where the file system refuses."""
+) -> Status:
+    """Append records under the table's lock; NO_SPACE or IO_ERROR where that is refused."""
     if lengths is None or checksums is None:
         lengths, checksums = np.zeros(len(keys), np.uint32), np.zeros(len(keys), np.uint64)
     try:
@@ -467,9 +468,9 @@ def _journal(
     except OSError as error:
         database.journal_failures += 1
         _logger.warning("journal: %s", error)
-        return False
+        return Status.NO_SPACE if error.errno in _FULL else Status.IO_ERROR
     database.dirty_bytes += len(keys)  # a sync is due, however little it is
-    return True
+    return Status.OK
 
 
 def _put(
@@ -480,11 +481,12 @@ def _put(
     checksums: NDArray[np.uint64],
 ) -> Status:
     """Journal and index written values under the table's lock."""
-    if not _journal(database, Kind.PUT, keys, slots, lengths, checksums):
+    status = _journal(database, Kind.PUT, keys, slots, lengths, checksums)
+    if status is Status.OK:
+        database.table.put(keys, slots, lengths, checksums)
+    else:
         database.table.give_back(slots)
-        return Status.NO_SPACE
-    database.table.put(keys, slots, lengths, checksums)
-    return Status.OK
+    return status
 
 
 def _drop(database: Database, keys: KeyArray, slots: Locations) -> None:
