@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import stat
@@ -33,18 +34,25 @@ from typing import Final, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from adp_kv.errors import CardError
 from adp_kv.units import PAGE_BYTES, MiB, format_bytes
+from adp_kv.wire.keys import KeyArray
+from gateway.cards.base import Status
 from gateway.cards.direct_io import open_direct
-from gateway.cards.journal import Journal, JournalIdentity, sync_directory
+from gateway.cards.index import Locations
+from gateway.cards.journal import Journal, JournalIdentity, Kind, sync_directory
 from gateway.cards.slots import SlotTable
+
+_logger: Final = logging.getLogger(__name__)
 
 DATA_OFFSET: Final = MiB
 _FORMAT_VERSION: Final = 1
 _MAGIC: Final = int.from_bytes(b"adpkvslb", "little")
 _HEADER_WORDS: Final = 4
 _LOCK_POLL_S: Final = 0.02
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _BUSY: Final = (errno.EWOULDBLOCK, errno.EACCES)
 
 
@@ -95,6 +103,57 @@ class Database:
         if dirty:
             os.fdatasync(self.fd)
             self.journal.sync()
+
+    def record(
+        self,
+        kind: Kind,
+        keys: KeyArray,
+        slots: Locations,
+        lengths: NDArray[np.uint32] | None = None,
+        checksums: NDArray[np.uint64] | None = None,
+    ) -> Status:
+        """Append to the journal, table.lock held.
+
+        Returns:
+            OK; NO_SPACE or IO_ERROR where the file system refused and nothing was appended.
+        """
+        if lengths is None or checksums is None:
+            lengths, checksums = np.zeros(len(keys), np.uint32), np.zeros(len(keys), np.uint64)
+        try:
+            self.journal.append(kind, keys, slots, lengths, checksums)
+        except OSError as error:
+            self.journal_failures += 1
+            _logger.warning("journal: %s", error)
+            return Status.NO_SPACE if error.errno in _FULL else Status.IO_ERROR
+        self.dirty_bytes += len(keys)  # a sync is due, however little it is
+        return Status.OK
+
+    def put(
+        self,
+        keys: KeyArray,
+        slots: Locations,
+        lengths: NDArray[np.uint32],
+        checksums: NDArray[np.uint64],
+    ) -> Status:
+        """Journal, then index values whose bytes are in their slots, table.lock held.
+
+        Returns:
+            As record(); where it is not OK the slots are free again.
+        """
+        status = self.record(Kind.PUT, keys, slots, lengths, checksums)
+        if status is Status.OK:
+            self.table.put(keys, slots, lengths, checksums)
+        else:
+            self.table.give_back(slots)
+        return status
+
+    def drop(self, keys: KeyArray, slots: Locations) -> None:
+        """Delete keys that still are at `slots`, table.lock held.
+
+        A refused record changes nothing here: replay finds the value as corrupt as it is.
+        """
+        removed = self.table.delete(keys, slots)
+        self.record(Kind.DELETE, keys[removed], slots[removed])
 
 
 @dataclass(frozen=True, slots=True)
