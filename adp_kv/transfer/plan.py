@@ -242,7 +242,12 @@ def _staged_extents(
         return _rows_apart(slices[row : row + 1] + inside, num_pages * copy.page_bytes, start)
     rows = slices[row : row + num_pages // per_slice]
     width = copy.slice_bytes
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(rows) != step) + 1)).astype(np.int64)
+    breaks = (rows[1:] - rows[:-1] != step).nonzero()[0]
+    if not breaks.size:  # most pieces: one copy
+        if step == width:
+            return _one_copy(rows[0], rows.size * width, rows.size * width, 1)
+        return _one_copy(rows[0], step, width, rows.size)
+    starts = np.concatenate(([0], breaks + 1))
     counts = np.diff(np.append(starts, rows.size))
     offsets = starts * width
     if step == width:
@@ -252,8 +257,16 @@ def _staged_extents(
     return Extents(rows[starts], same * step, same * width, counts, offsets)
 
 
+def _one_copy(addr: np.int64, pitch: int, width: int, num_rows: int) -> Extents:
+    """Return a single copy to the start of the staging buffer."""
+    columns = np.array([[addr], [pitch], [width], [num_rows], [0]], dtype=np.int64)
+    return Extents(*columns)
+
+
 def _cut_at_borders(extents: Extents, borders: Addrs) -> Extents:
     """Return the same copies, none of which crosses a border."""
+    if not borders.size:
+        return extents
     ends = extents.host_addrs + (extents.rows - 1) * extents.pitches + extents.widths
     crossing = np.searchsorted(borders, extents.host_addrs, side="right") < np.searchsorted(
         borders, ends, side="left"
