@@ -4,8 +4,9 @@
     python -m benchmarks.report --check    change nothing; exit 1 if a table is out of date
 
 `<!-- results:NAME -->` ... `<!-- /results:NAME -->` holds the table of
-benchmarks/results/NAME.json, or, as NAME.targets, of its rows with a target. A row is marked when it misses its target, and when the
-code that it measures (CODE in benchmarks/NAME.py) has changed since its commit.
+benchmarks/results/NAME.json, or, as NAME.targets, of its rows with a target. A row is
+marked when it misses its target, and when the code that it measures (CODE in
+benchmarks/NAME.py) has changed since its commit.
 """
 
 from __future__ import annotations
