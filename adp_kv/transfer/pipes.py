@@ -4,9 +4,11 @@
     restore         copy stream: ring → buffer            kernel stream: buffer or ring → pages
     save            kernel stream: pages → buffer or ring     copy stream: buffer → ring
 
-The copy streams carry nothing but the bytes: a table between two pieces would cost 5 % of
-the link. A buffer or table is filled again only after the event that ends its last use,
-waited for by a stream. Transfers of a direction happen in the order of their start.
+Kernels that use the ring take turns on two streams: while the last programs of one wait
+for the link, the next already runs. The copy streams carry nothing but the bytes: a
+table between two pieces would cost 5 % of the link. A buffer or table is filled again
+only after the event that ends its last use, waited for by a stream. Transfers may
+overlap; each ends with its own event.
 Owning thread: the mover's. Failure scope: after an error drain() must be called before
 the transfer's memory is used again.
 """
@@ -68,6 +70,7 @@ class Pipe(ABC):
         self._settings = settings
         self._copy_stream = device.stream(0)
         self._kernel_stream = device.stream(_URGENT)
+        self._direct_streams = deque((self._kernel_stream, device.stream(_URGENT)))
         self._table_stream = device.stream(_URGENT)
         self._pool = TablePool(device, settings.max_pages)
         num = settings.staging_buffers
@@ -83,20 +86,27 @@ class Pipe(ABC):
     def start(self, plan: Plan, after: torch.cuda.Event | None) -> torch.cuda.Event:
         """Queue a transfer; return the event that ends it."""
         if after is not None:
-            self._copy_stream.wait_event(after)
-            self._kernel_stream.wait_event(after)
-        for group in _groups(plan, self._settings.max_pages):
-            if group[0].way is Way.BATCH:
+            for stream in (self._copy_stream, *self._direct_streams):
+                stream.wait_event(after)
+        groups = _groups(plan, self._settings.max_pages)
+        way = plan.pieces[0].way
+        if way is Way.DIRECT:
+            self._direct_streams.rotate()
+            for group in groups:
+                self._move_group(plan, group, self._direct_streams[0])
+            return self._device.record(self._direct_streams[0])
+        for group in groups:
+            if way is Way.STAGED:
+                self._move_group(plan, group, self._kernel_stream)
+            else:
                 for piece in group:
                     self._copy(piece, 0)
-            else:
-                self._move_group(plan, group)
         first, last = self._order()
         last.wait_event(self._device.record(first))
         return self._device.record(last)
 
-    def _move_group(self, plan: Plan, group: list[Piece]) -> None:
-        """Queue pieces that a kernel takes part in, with one table for all of them."""
+    def _move_group(self, plan: Plan, group: list[Piece], stream: torch.cuda.Stream) -> None:
+        """Queue pieces that a kernel takes part in on a stream, with one table for all."""
         lanes = [self._next_lane() if piece.way is Way.STAGED else None for piece in group]
         near = np.concatenate(
             [
@@ -107,21 +117,23 @@ class Pipe(ABC):
         pages = plan.page_addrs[group[0].first_page : group[-1].first_page + group[-1].num_pages]
         table = self._tables[0]
         self._tables.rotate(-1)
-        sources, targets = self._upload(table, *self._from_to(near, pages))
+        sources, targets = self._upload(table, stream, *self._from_to(near, pages))
         align = common_alignment(plan.page_bytes, near, pages)
         for piece, lane in zip(group, lanes, strict=True):
             there = slice(
                 piece.first_page - group[0].first_page,
                 piece.first_page - group[0].first_page + piece.num_pages,
             )
-            launch = partial(self._launch, sources[there], targets[there], plan.page_bytes, align)
+            launch = partial(
+                self._launch, stream, sources[there], targets[there], plan.page_bytes, align
+            )
             self._move(piece, lane, launch)
-        table.free = self._device.record(self._kernel_stream)
+        table.free = self._device.record(stream)
 
     def _upload(
-        self, table: _DeviceTable, sources: Addrs, targets: Addrs
+        self, table: _DeviceTable, stream: torch.cuda.Stream, sources: Addrs, targets: Addrs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bring addresses to the device; the kernel stream waits until they are there."""
+        """Bring addresses to the device; the kernels' stream waits until they are there."""
         pinned = self._pool.take(sources, targets)
         if table.free is not None:
             self._table_stream.wait_event(table.free)
@@ -133,12 +145,13 @@ class Pipe(ABC):
         )
         there = self._device.record(self._table_stream)
         pinned.hold_until(there)
-        self._kernel_stream.wait_event(there)
+        stream.wait_event(there)
         row = pinned.row_words
         return table.words[: pinned.num_pages], table.words[row : row + pinned.num_pages]
 
     def _launch(
         self,
+        stream: torch.cuda.Stream,
         sources: torch.Tensor,
         targets: torch.Tensor,
         page_bytes: int,
@@ -146,7 +159,7 @@ class Pipe(ABC):
         num_programs: int,
     ) -> None:
         self._device.launch(
-            self._kernel_stream,
+            stream,
             sources,
             targets,
             page_bytes,
@@ -163,7 +176,8 @@ class Pipe(ABC):
         """Block until everything that was queued has ended."""
         self._table_stream.synchronize()
         self._copy_stream.synchronize()
-        self._kernel_stream.synchronize()
+        for stream in self._direct_streams:
+            stream.synchronize()
 
     @abstractmethod
     def _order(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
