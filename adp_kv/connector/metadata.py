@@ -39,12 +39,14 @@ class AdpMetadata(KVConnectorMetadata):
 
     Attributes:
         step: number of the step; names its requests to the gateway on all ranks.
+        idle: nothing is computed in this step; vLLM before 0.29 then skips wait_for_save.
         acknowledged_failure: the last step of which the scheduler side knows that a
             restore failed; saves wait for it, since later steps may have computed from
             pages that never came.
     """
 
     step: int
+    idle: bool = False
     acknowledged_failure: int = -1
     restore: Chunks | None = None
     async_restore: Chunks | None = None

@@ -277,6 +277,7 @@ class SchedulerSide:
             self._pin(save)
         return AdpMetadata(
             step=self._step,
+            idle=not output.total_num_scheduled_tokens,
             acknowledged_failure=self._acknowledged_failure,
             restore=self._restore.take(),
             async_restore=self._async_restore.take(),

@@ -310,4 +310,7 @@ def _owned(
 
 def declare(caches: Sequence[CacheGeometry]) -> list[CacheDecl]:
     """Return what a rank tells the gateway about its caches."""
-    return [CacheDecl(c.index, c.name, c.slice_bytes, c.slice_idx, c.num_slices) for c in caches]
+    return [
+        CacheDecl(c.index, c.name, c.slice_bytes, c.slice_idx, c.num_slices, c.layout)
+        for c in caches
+    ]

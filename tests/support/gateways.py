@@ -1,5 +1,7 @@
 """A gateway in a child process, and a look at what it leaves in /dev/shm.
 
+(Not gateway.py: beside a script that runs from this folder, that would hide the package.)
+
 with Gateway.serve(card="memory", shared_memory_size="64MiB") as gateway:
     ... gateway.address ...
     gateway.stop()
@@ -33,11 +35,18 @@ class Gateway:
     Args:
         argv: what follows `python -m gateway`.
         env: added to the child's environment.
+        ring_name: as argv has it, so that rings() sees this gateway's files alone.
     """
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        ring_name: str = "",
+    ) -> None:
         self.address = ""
-        self._ring_name = ""
+        self._ring_name = ring_name
         self._rings_before = ring_files()
         self.child = Child([PYTHON, "-m", "gateway", *argv], dict(env or {}), "gateway")
 
@@ -66,8 +75,8 @@ class Gateway:
         argv = [f"--listen={address}", f"--card={card}", f"--ring-name={ring_name}"]
         argv += [f"--card-option={name}={value}" for name, value in (card_options or {}).items()]
         argv += [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        gateway = cls(argv, env)
-        gateway.address, gateway._ring_name = address, ring_name
+        gateway = cls(argv, env, ring_name=ring_name)
+        gateway.address = address
         try:
             gateway.wait_ready(SERVING)
         except BaseException:
