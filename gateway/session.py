@@ -148,16 +148,13 @@ class Session:
 def _settle_cache(decls: list[tuple[int, CacheDecl]]) -> Cache:
     first_rank, first = decls[0]
     for rank, decl in decls:
-        same = (decl.name, decl.slice_bytes, decl.num_slices) == (
-            first.name,
-            first.slice_bytes,
-            first.num_slices,
-        )
+        same = msgspec.structs.replace(decl, slice_idx=first.slice_idx) == first
         if not same or not 0 <= decl.slice_idx < decl.num_slices:
             raise WireError(
                 f"cache {first.index}: rank {first_rank} has {first.name}, {first.num_slices} "
                 f"slices of {first.slice_bytes} bytes, rank {rank} has {decl.name}, slice "
-                f"{decl.slice_idx} of {decl.num_slices} of {decl.slice_bytes} bytes"
+                f"{decl.slice_idx} of {decl.num_slices} of {decl.slice_bytes} bytes; layouts "
+                f"{first.layout!r} and {decl.layout!r}"
             )
     missing = set(range(first.num_slices)) - {decl.slice_idx for _, decl in decls}
     if missing:

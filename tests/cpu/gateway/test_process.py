@@ -13,7 +13,7 @@ from adp_kv.ring.region import ring_path
 from gateway.config import Settings
 from gateway.server import Server
 from tests.support.cards import memory_card
-from tests.support.gateway import Gateway
+from tests.support.gateways import Gateway
 from tests.support.process import PYTHON, REPO, free_port, wait_until
 from tests.support.serving import Rank, Serving, random_chunks, replicated, store
 

@@ -121,6 +121,7 @@ def test_contradicting_rank_is_refused(change):
     [
         CacheDecl(0, "layer.0", 8192, 0, 1),
         CacheDecl(0, "another", 4096, 0, 1),
+        CacheDecl(0, "layer.0", 4096, 0, 1, "another"),
         CacheDecl(0, "layer.0", 4096, 1, 2),
     ],
 )

@@ -13,7 +13,7 @@ from gateway.cards.base import Op
 from gateway.cards.faulty import Fault, FaultyCard
 from tests.support.cards import memory_card
 from tests.support.clients import Team, blocks_of, finish, pools
-from tests.support.gateway import Gateway
+from tests.support.gateways import Gateway
 from tests.support.process import free_port, wait_until
 from tests.support.serving import Serving, random_chunks
 
