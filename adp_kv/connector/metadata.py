@@ -39,12 +39,14 @@ class AdpMetadata(KVConnectorMetadata):
 
     Attributes:
         step: number of the step; names its requests to the gateway on all ranks.
+        idle: no request computes in this step.
         acknowledged_failure: the last step of which the scheduler side knows that a
             restore failed; saves wait for it, since later steps may have computed from
             pages that never came.
     """
 
     step: int
+    idle: bool = False
     acknowledged_failure: int = -1
     restore: Chunks | None = None
     async_restore: Chunks | None = None

@@ -61,6 +61,8 @@ class Channel:
         self._heartbeat_s = 1.0
         self._last_heard = clock()
         self._last_ping = clock()
+        self._last_look = clock()
+        self._silence_s = 0.0
 
     def watch(self, fd: int) -> None:
         """Let wait() return when fd is readable."""
@@ -93,6 +95,7 @@ class Channel:
             except zmq.Again:
                 return None
             self._last_heard = self._clock()
+            self._silence_s = 0.0
             try:
                 message = decode_at_rank(frames)
             except WireError as error:
@@ -148,16 +151,21 @@ class Channel:
     def heartbeat(self) -> float:
         """Ping when it is time; return seconds until this must be called again.
 
+        Only time in which this thread could have heard an answer counts as silence: a thread
+        that was itself held up, for however long, looks again before it gives up.
+
         Raises:
             GatewayError: The gateway was silent for longer than timeout_s.
         """
         now = self._clock()
-        if now - self._last_heard > self._timeout_s and now - self._last_ping < self._timeout_s:
+        interval = min(self._heartbeat_s, self._timeout_s / 4)
+        self._silence_s += min(now - self._last_look, interval)
+        self._last_look = now
+        if self._silence_s > self._timeout_s:
             raise GatewayError(
                 f"the gateway at {self.address} was silent for {self._timeout_s:g} s "
                 "(gateway_timeout_s)"
             )
-        interval = min(self._heartbeat_s, self._timeout_s / 4)
         if now - self._last_ping >= interval:
             self._last_ping = now
             self.send(Ping(0))

@@ -29,13 +29,15 @@ JOIN_TIMEOUT_S = 5.0
 
 
 class ChannelLoop(ABC):
-    """Base of the SDK's clients.
+    """Base of the SDK's clients; off_message begins the line that says it went off.
 
     Args:
         hello: who this is; sent until the gateway welcomes the engine.
         address, timeout_s: of the channel.
         connect_timeout_s: how long to wait for the Welcome.
     """
+
+    off_message = OFF_MESSAGE
 
     def __init__(
         self, hello: Hello, address: str, timeout_s: float, connect_timeout_s: float
@@ -127,7 +129,7 @@ class ChannelLoop(ABC):
             return
         self.off_reason = reason
         if not self._stopping:
-            log.error("%s: %s", OFF_MESSAGE, reason)
+            log.error("%s: %s", self.off_message, reason)
         self.on_off(reason)
 
     def close(self) -> None:
