@@ -37,6 +37,7 @@ log = logging.getLogger("adp_kv")
 
 MAX_KNOWN_CHUNKS = 1 << 20
 IDLE_WAIT_S = 0.002
+SETTLE_S = 2.0
 NORMAL_ENDS = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
 
 
@@ -139,6 +140,9 @@ class SchedulerSide:
             hello, engine.address, settings.gateway_timeout_s, settings.connect_timeout_s
         )
         self.client.start()
+        # The ranks have joined, or given up: the Welcome comes at once, and the first
+        # request need not wait for it.
+        self.client.wait_settled(SETTLE_S)
 
     def bind_pool(self, pool: Any) -> None:
         """Take vLLM's block pool, for pins."""

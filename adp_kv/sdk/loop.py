@@ -73,9 +73,10 @@ class ChannelLoop(ABC):
         """Start the thread; it connects in the background."""
         self._thread.start()
 
-    def wait_settled(self) -> bool:
-        """Wait until connected or off (at most the connect time-out); return whether connected."""
-        self._settled.wait(self._connect_timeout_s + JOIN_TIMEOUT_S)
+    def wait_settled(self, timeout_s: float | None = None) -> bool:
+        """Wait until connected or off (by default the connect time-out); return if connected."""
+        limit_s = self._connect_timeout_s + JOIN_TIMEOUT_S
+        self._settled.wait(limit_s if timeout_s is None else timeout_s)
         return self.welcome is not None and not self.off
 
     def call(self, function: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +19,6 @@ from typing import Any, Self
 from tests.support.engine import Engine
 from tests.support.faulty_gateway import FAULT_FILE
 from tests.support.gateway import Gateway
-from tests.support.process import wait_until
 from tests.support.server import Server
 
 OFF_LINE = "External KV cache turned off on this rank"
@@ -88,12 +88,16 @@ class Deployment:
         return self.gateway.counters()
 
     def wait_committed(self, num_chunks: int) -> None:
-        """Wait until this gateway has committed at least num_chunks since its start."""
-        wait_until(
-            lambda: self.counters().get("chunks_committed", 0) >= num_chunks,
-            COMMIT_TIMEOUT_S,
-            f"{num_chunks} chunks committed",
-        )
+        """Wait until this gateway has committed at least num_chunks since its start.
+
+        Raises:
+            ChildError: It has not in time; says what it counted.
+        """
+        deadline = time.monotonic() + COMMIT_TIMEOUT_S
+        while (counters := self.counters()).get("chunks_committed", 0) < num_chunks:
+            if time.monotonic() > deadline:
+                raise self.gateway.child.fail(f"{num_chunks} chunks not committed: {counters}")
+            time.sleep(0.05)
 
     def inject(self, fault: str) -> None:
         """Set the card's faults (faulty_gateway.py says which); "" for none."""
