@@ -94,6 +94,8 @@ class Engine:
     ) -> dict[str, Any]:
         """Build the engine and return facts of it: vllm, device, start_s, engine_args.
 
+        Once more in the same child it ends the engine before and takes 4 s instead of 12.
+
         Args:
             model: name of a tiny model, or a folder with config.json and weights.
             kv_transfer_config: as for --kv-transfer-config.
@@ -151,6 +153,15 @@ class Engine:
     def metrics(self, timeout_s: float = 30.0) -> dict[str, float]:
         """Return vLLM's counters and gauges by name, summed over labels."""
         return dict(self._call({"op": "metrics"}, timeout_s)["metrics"])
+
+    def rpc(self, method: str, *args: Any, timeout_s: float = 30.0) -> list[Any]:
+        """Call a method of worker_extension.py on every rank; return the ranks' results."""
+        request = {"op": "rpc", "method": method, "args": list(args)}
+        return list(self._call(request, timeout_s)["results"])
+
+    def config(self, path: str, timeout_s: float = 30.0) -> str:
+        """Return a value of vLLM's resolved configuration, such as "model_config.dtype"."""
+        return str(self._call({"op": "config", "path": path}, timeout_s)["value"])
 
     def kill9(self) -> None:
         """Kill the engine with all its workers, as an out-of-memory killer would."""
