@@ -9,8 +9,8 @@ vLLM would spin, and the client's threads need the interpreter and, on small mac
 the core. Failure scope: without an answer there is no hit; when a rank or the
 gateway is gone there are neither hits nor saves any more.
 
-Pins: a block that a save reads is touched in vLLM's block pool until every rank has
-copied it, so neither the end of its request nor preemption can give it away.
+Pins: a block that a save reads is touched in vLLM's block pool from its selection until
+every rank has copied it, so neither the end of its request nor preemption can give it away.
 """
 
 from __future__ import annotations
@@ -331,12 +331,14 @@ class SchedulerSide:
                 continue
             blocks = state.blocks[i * per_chunk : (i + 1) * per_chunk]
             self._remember(key)
+            # Now, not with the step's metadata: a request that has ended gives its blocks
+            # away before the next step is built.
+            self._pool.touch([self._pool.blocks[block] for block in blocks])
             self._save.add(state.keys[i], blocks, state.request.request_id)
         state.next_chunk = max(state.next_chunk, full)
 
     def _pin(self, save: Chunks) -> None:
         blocks = [self._pool.blocks[b] for b in save.blocks.reshape(-1).tolist()]
-        self._pool.touch(blocks)
         self._pins[self._step] = Pin(blocks, save.keys, self._engine.world_size)
 
     def _unpin(self, step: int, num_ranks: int) -> None:

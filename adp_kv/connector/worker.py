@@ -273,8 +273,9 @@ class WorkerSide:
         A step in which nothing computes waits a moment here: vLLM spins through such steps,
         and the client's thread needs the interpreter and, on small machines, the core.
         """
-        if idle and self._async:
-            self._async[0].job.wait_finished(IDLE_WAIT_S)
+        unfinished = [restore.job for restore in self._async] or self._saves
+        if idle and unfinished:
+            unfinished[0].wait_finished(IDLE_WAIT_S)
         done: set[str] = set()
         failed: set[str] = set()
         waiting = []

@@ -37,6 +37,8 @@ class Completion:
         num_cached_tokens: prompt tokens not computed, local and external hits together.
         ttft_s: seconds from arrival to the first token; None where vLLM does not say.
         finish_reason: as vLLM names it: "length", "stop", "error" ...
+        margin: the smallest lead of a generated token over the second best, as a difference of
+            log-probabilities; None where not asked for. Where it is tiny, rounding decides.
     """
 
     token_ids: list[int]
@@ -44,6 +46,7 @@ class Completion:
     num_cached_tokens: int | None
     ttft_s: float | None
     finish_reason: str | None
+    margin: float | None = None
 
 
 def lora(name: str, path: Path | str, number: int = 1) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Session:
 
         sampling = dict(request["sampling"])
         if request["logprobs"]:
-            sampling["logprobs"] = 0  # the chosen token's alone
+            sampling["logprobs"] = 2
         prompts: list[dict[str, Any]] = [{"prompt_token_ids": p} for p in request["prompts"]]
         if request["cache_salt"] is not None:
             for prompt in prompts:
@@ -121,11 +121,15 @@ def describe(output: Any) -> dict[str, Any]:
     first = output.outputs[0]
     tokens = list(first.token_ids)
     logprobs: list[float | None] = [None] * len(tokens)
+    margin = None
     if first.logprobs is not None:
+        best = [sorted((e.logprob for e in row.values()), reverse=True) for row in first.logprobs]
+        margin = min((row[0] - row[1] for row in best), default=None)
         logprobs = [row[token].logprob for token, row in zip(tokens, first.logprobs, strict=True)]
     return {
         "token_ids": tokens,
         "logprobs": logprobs,
+        "margin": margin,
         "num_cached_tokens": output.num_cached_tokens,
         "ttft_s": getattr(output.metrics, "first_token_latency", None),
         "finish_reason": first.finish_reason,

@@ -46,7 +46,7 @@ def test_damaged_objects(engine, want, tmp_path, policy, mode):
         else:
             assert damaged.finish_reason == "error"
         assert other.token_ids == want[1].token_ids
-        assert deployment.counters()["commits_withdrawn"] == len(DAMAGED) // CHUNK
+        assert deployment.counters()["commits_withdrawn"] >= len(DAMAGED) // CHUNK
 
         # The hit is not offered again, the engine serves on and stores what it computed.
         engine.reset_prefix_cache()
