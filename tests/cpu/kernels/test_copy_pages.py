@@ -9,7 +9,9 @@ from adp_kv.kernels.alignment import common_alignment
 from adp_kv.kernels.launch import copy_pages
 
 pytestmark = [
-    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="on a GPU tests/gpu/kernels runs the kernel itself"),
+    pytest.mark.skipif(
+        not triton.knobs.runtime.interpret, reason="on a GPU tests/gpu/kernels runs the kernel"
+    ),
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning:triton"),
 ]
 GUARD = 0xA5
