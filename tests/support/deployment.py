@@ -139,7 +139,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def expected_hit(length: int, chunk: int = 256) -> int:
-    """Return how much of a prompt is hit once all of it was stored: one token is left to compute."""
+    """Return how much of a stored prompt is hit: whole chunks, one token is left to compute."""
     return (length - 1) // chunk * chunk
 
 
