@@ -20,14 +20,17 @@ def test_two_ranks_restore_their_slices(model, tmp_path):
     with Deployment(tmp_path, card, shared_memory_size="256MiB") as deployment:
         with Engine(separate_core=True) as engine:
             engine.start(model, deployment.connector(), tensor_parallel_size=2)
-            cold = engine.generate(PROMPTS[:1], max_tokens=MAX_TOKENS)
-            cold += engine.generate(PROMPTS[1:], max_tokens=MAX_TOKENS)
+            # The same prefix in the GPUs' own cache as will be restored: the same batch shape.
+            local = []
+            for tokens in PROMPTS:
+                engine.generate([tokens[: expected_hit(len(tokens), CHUNK) + 1]], max_tokens=1)
+                local += engine.generate([tokens], max_tokens=MAX_TOKENS)
             deployment.wait_committed(sum(len(tokens) // CHUNK for tokens in PROMPTS))
             deployment.kill9(engine)
         deployment.restart()
         with Engine(separate_core=True) as engine:
             engine.start(model, deployment.connector(), tensor_parallel_size=2)
-            for tokens, before in zip(PROMPTS, cold, strict=True):
+            for tokens, before in zip(PROMPTS, local, strict=True):
                 (after,) = engine.generate([tokens], max_tokens=MAX_TOKENS)
                 assert after.num_cached_tokens == expected_hit(len(tokens), CHUNK)
                 assert after.token_ids == before.token_ids
@@ -39,6 +42,6 @@ def test_two_ranks_restore_their_slices(model, tmp_path):
             engine.reset_prefix_cache()
             engine.rpc("adp_zero_restores", True)
             (zeroed,) = engine.generate(PROMPTS[:1], max_tokens=MAX_TOKENS)
-            assert zeroed.token_ids != cold[0].token_ids, "the restored bytes are not seen"
+            assert zeroed.token_ids != local[0].token_ids, "the restored bytes are not seen"
             engine.shutdown()
         deployment.gateway.stop()
