@@ -4,8 +4,9 @@
     python -m benchmarks.report --check    change nothing; exit 1 if a table is out of date
 
 `<!-- results:NAME -->` ... `<!-- /results:NAME -->` holds the table of
-benchmarks/results/NAME.json. A row is marked when it misses its target, and when the
-code that it measures (CODE in benchmarks/NAME.py) has changed since its commit.
+benchmarks/results/NAME.json, or, as NAME.targets, of its rows with a target. A row is
+marked when it misses its target, and when the code that it measures (CODE in
+benchmarks/NAME.py) has changed since its commit.
 """
 
 from __future__ import annotations
@@ -115,7 +116,11 @@ def all_tables(repo: Path = REPO) -> dict[str, str]:
     tables = {}
     for path in sorted((repo / RESULTS.relative_to(REPO)).glob("*.json")):
         paths = code_paths(repo / "benchmarks" / f"{path.stem}.py")
-        tables[path.stem] = table(read_rows(path), paths, repo)
+        rows = read_rows(path)
+        tables[path.stem] = table(rows, paths, repo)
+        with_target = [row for row in rows if row.target is not None]
+        if with_target:
+            tables[f"{path.stem}.targets"] = table(with_target, paths, repo)
     return tables
 
 

@@ -13,7 +13,7 @@ import argparse
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if self.log_level not in {"DEBUG", "INFO", "WARNING", "ERROR"}:
             raise ConfigError(f"log_level = {self.log_level!r}: DEBUG, INFO, WARNING or ERROR")
         for name, low in _LOWEST.items():
-            if getattr(self, name) < low:
+            if not getattr(self, name) >= low:  # nan is not
                 raise ConfigError(f"{name} = {getattr(self, name)}: at least {low}")
 
     @property
@@ -136,19 +136,28 @@ def load(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
     flags = vars(_parser().parse_args(arguments))
     config = flags.pop("config")
     options = flags.pop("card_option") or []
-    merged: dict[str, Any] = {}
+    sources: dict[str, Callable[[], dict[str, Any]]] = {
+        "environment": lambda: _from_environment(os.environ if environ is None else environ),
+        "command line": lambda: _from_flags(flags, options),
+    }
     if config is not None:
-        merged |= _from_file(Path(config))
-    merged |= _from_environment(os.environ if environ is None else environ)
-    merged |= {name: value for name, value in flags.items() if value is not None}
-    if options:
-        merged["card_options"] = dict(merged.get("card_options", {})) | dict(
-            _option(text) for text in options
-        )
+        sources = {f"--config {config}": lambda: _from_file(Path(config))} | sources
+    merged: dict[str, Any] = {}
+    for where, read in sources.items():
+        try:
+            found = read()
+            _build(found)  # alone, so that an error can say where
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        card_options = dict(merged.get("card_options", {})) | dict(found.get("card_options", {}))
+        merged |= found
+        if card_options:
+            merged["card_options"] = card_options
     return _build(merged)
 
 
-def _build(merged: dict[str, Any]) -> Settings:
+def _build(given: Mapping[str, Any]) -> Settings:
+    merged = dict(given)
     unknown = sorted(set(merged) - set(HELP))
     if unknown:
         raise ConfigError(
@@ -167,9 +176,16 @@ def _from_file(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             return tomllib.load(file)
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from error
+        raise ConfigError(str(error.strerror)) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"--config {path}: {error}") from error
+        raise ConfigError(str(error)) from error
+
+
+def _from_flags(flags: Mapping[str, Any], options: Sequence[str]) -> dict[str, Any]:
+    found = {name: value for name, value in flags.items() if value is not None}
+    if options:
+        found["card_options"] = dict(_option(text) for text in options)
+    return found
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from adp_kv.wire.messages import (
     Hello,
     Lookup,
     LookupReply,
+    Ping,
     Put,
     Release,
     ToRank,
@@ -81,7 +82,7 @@ class Engine:
         self.session.members[rank].last_seen = self._clock()
 
     def hello(self, identity: bytes, hello: Hello) -> None:
-        """Take a rank in; welcome everybody when it was the last.
+        """Take a rank in; welcome everybody when it was the last, else let it know we are here.
 
         Raises:
             WireError: It contradicts the others.
@@ -93,12 +94,23 @@ class Engine:
             self._send(hello.rank, self._welcome)
         elif self.session.complete:
             self._start()
+        else:
+            self._send(hello.rank, Ping(0))  # so that it knows what it waits for
+
+    @property
+    def start_failed(self) -> bool:
+        """Whether all ranks are here and could not be welcomed: nothing will come of it."""
+        return self.session.complete and self._welcome is None
+
+    def is_taken(self, identity: bytes, rank: int) -> bool:
+        """Return whether another peer is that rank."""
+        member = self.session.members.get(rank)
+        return member is not None and member.identity != identity
 
     def _start(self) -> None:
         io_size = max(self.session.settle(), self._settings.io_size)
         mapping = self._ring.divide(io_size)
         header = mapping.header
-        self._store.card.register(mapping.address, mapping.num_bytes)
         context = Context(
             session=self.session,
             store=self._store,
@@ -112,6 +124,7 @@ class Engine:
         self._gets = GetTable(context)
         self._puts = PutTable(context, self._settings.job_deadline_s)
         self._ring.publish()
+        self._store.card.register(mapping.address, mapping.num_bytes)
         log.info(
             "engine %s: %d ranks, %d caches; io_size = %d bytes (%s), max_parallel_ios = %d",
             self.session.engine,

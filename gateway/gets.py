@@ -55,10 +55,10 @@ class GetTable(RequestTable):
             self._grant(request, batch)
 
     def _withdraw(self, request: Request, objects: NDArray[np.int64]) -> None:
-        rows = np.unique(request.chunk_of(objects))
+        chunks = np.unique(request.chunks[request.chunk_of(objects)], axis=0)
         self._ctx.counters.add("objects_missed", len(objects))
-        self._ctx.counters.add("commits_withdrawn", len(rows))
-        self._ctx.store.uncommit(request.chunks[rows], ignore)
+        self._ctx.counters.add("commits_withdrawn", len(chunks))
+        self._ctx.store.uncommit(chunks, ignore)
 
     def _on_open(self, request: Request) -> None:
         """Gets need no further check."""

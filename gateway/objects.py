@@ -7,25 +7,40 @@ the fragments of one object, and neighbouring objects, lie in different database
 
 Threads: everything here runs on the gateway's main thread; a card's completion
 enters through `_on_done` from its own thread and is handled by poll().
-Failure scope: an object fails when any of its fragments does, with the worst status.
+Failure scope: an object fails when any of its fragments does, with the worst status; a
+batch that the card refuses or answers wrongly has failed with IO_ERROR.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from adp_kv.errors import CardError
 from adp_kv.wire.keys import KeyArray, commit_keys, fragment_keys
-from gateway.cards.base import Batch, Card, Op, StatusArray
+from gateway.cards.base import Batch, Card, Op, Status, StatusArray
+
+log = logging.getLogger("adp_kv.gateway")
 
 Then: TypeAlias = Callable[[StatusArray], None]
 """Called on the main thread with one status an object."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A batch under way; starts: each object's first fragment, None if objects are whole."""
+
+    num_entries: int
+    starts: NDArray[np.int64] | None
+    then: Then
 
 
 class ObjectStore:
@@ -39,15 +54,20 @@ class ObjectStore:
     def __init__(self, card: Card, fragment_size: int) -> None:
         self.card = card
         limits = card.limits
-        aligned = fragment_size - fragment_size % limits.alignment_bytes
-        self.fragment_size = min(aligned or limits.alignment_bytes, limits.max_value_bytes)
+        longest = min(fragment_size, limits.max_value_bytes)
+        # Whole alignments, since the next fragment begins where one ends.
+        self.fragment_size = max(longest - longest % limits.alignment_bytes, limits.alignment_bytes)
         self.num_inflight = 0
         self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._num_databases = limits.num_databases
         self._next_token = 1
-        self._pending: dict[int, tuple[NDArray[np.int64] | None, Then]] = {}
+        self._pending: dict[int, _Pending] = {}
         self._completions: deque[tuple[int, StatusArray]] = deque()
-        card.open(self._on_done)
+        try:
+            card.open(self._on_done)
+        except BaseException:
+            os.close(self.wakeup_fd)
+            raise
 
     def _on_done(self, token: int, status: StatusArray) -> None:
         self._completions.append((token, status))
@@ -55,15 +75,21 @@ class ObjectStore:
 
     def poll(self) -> None:
         """Run the continuations of batches that have ended."""
-        if not self._completions:
-            return
-        with contextlib.suppress(BlockingIOError):  # an earlier poll took that entry along
+        # Always: a wake-up whose entry an earlier poll took along must not stay readable.
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wakeup_fd)
         while self._completions:
             token, status = self._completions.popleft()
-            starts, then = self._pending.pop(token)
+            pending = self._pending.pop(token, None)
+            if pending is None:
+                log.error("the card answered batch %d, which is not under way", token)
+                continue
             self.num_inflight -= 1
-            then(status if starts is None else np.maximum.reduceat(status, starts))
+            if status.shape != (pending.num_entries,):
+                log.error("the card gave %s answers for %d", status.shape, pending.num_entries)
+                status = np.full(pending.num_entries, Status.IO_ERROR, dtype=np.uint8)
+            starts = pending.starts
+            pending.then(status if starts is None else np.maximum.reduceat(status, starts))
 
     def read(
         self,
@@ -141,15 +167,16 @@ class ObjectStore:
         return (spread % np.uint64(self._num_databases)).astype(np.uint16)
 
     def _submit(self, batch: Batch, starts: NDArray[np.int64] | None, then: Then) -> None:
-        self._pending[batch.token] = (starts, then)
+        num_entries = len(batch.databases)
+        self._pending[batch.token] = _Pending(num_entries, starts, then)
         self._next_token += 1
         self.num_inflight += 1
         try:
             self.card.submit(batch)
-        except BaseException:
-            del self._pending[batch.token]
-            self.num_inflight -= 1
-            raise
+        except CardError as error:
+            # Answered like any batch that failed, so that whoever waits is told.
+            log.error("the card refused a batch: %s", error)  # noqa: TRY400
+            self._on_done(batch.token, np.full(num_entries, Status.IO_ERROR, dtype=np.uint8))
 
     def close(self) -> None:
         """Close the card; continuations of unfinished batches never run."""

@@ -3,7 +3,8 @@
     all ranks ask ─► slots ─► Granted ─► ranks fill, Release ─► card writes ─► commit
 
 A job is the puts of one set of chunks over all caches of the engine. Chunks that
-have a commit record when the job begins are not written again (NO_SLOT). When every
+have a commit record when the job begins, and repetitions of a chunk within the job,
+are not written (NO_SLOT). When every
 put of the job has ended, the chunks of which every object was written get their
 commit record: a chunk half written is never offered. A put that fails leaves objects
 without a commit record, which a later put of the same chunk overwrites.
@@ -31,7 +32,7 @@ class Job:
 
     Attributes:
         packed_chunks: as every put of the job sends them.
-        missing: bool [n]: which chunks had no commit record; None until the card answered.
+        missing: bool [n]: which chunks are to be written; None until the card answered.
         num_written: int64 [n] objects written of each chunk.
         open_caches: caches whose put has not ended.
     """
@@ -82,7 +83,7 @@ class PutTable(RequestTable):
         self._jobs[put.job] = job
 
         def then(status: StatusArray) -> None:
-            job.missing = status != 0
+            job.missing = (status != 0) & _first_of_each(chunks)
             self._ctx.counters.add("chunks_already_stored", int((status == 0).sum()))
             self.pump()
 
@@ -93,8 +94,8 @@ class PutTable(RequestTable):
         """Grant slots while they are free, in the order of arrival."""
         for request in list(self._requests.values()):
             job = self._jobs.get(_put_of(request).job)
-            if job is None and not request.failed and request.num_started == 0:
-                self._fail(request, "its job ended without it")
+            if job is None and not request.failed and request.num_started < len(request.objects):
+                self._fail(request, "its job ended without it: job_deadline_s")
             if job is None or job.missing is None or not request.all_arrived:
                 continue
             while not request.failed and request.num_started < len(request.objects):
@@ -174,6 +175,13 @@ class PutTable(RequestTable):
                 del self._jobs[number]
                 self._ctx.counters.add("jobs_expired")
         super().tick()
+
+
+def _first_of_each(chunks: KeyArray) -> NDArray[np.bool_]:
+    """Return which rows are the first of their key: one step may save a chunk twice."""
+    first = np.zeros(len(chunks), dtype=np.bool_)
+    first[np.unique(chunks, axis=0, return_index=True)[1]] = True
+    return first
 
 
 def _put_of(request: Request) -> Put:

@@ -8,7 +8,8 @@ until the last Release; only the end of the session takes them away sooner, and 
 the whole ring goes with them.
 
 Threads: the gateway's main. Failure scope: a request that a rank stays away from past
-rank_deadline_s, or on which ranks disagree, fails for all of its ranks.
+rank_deadline_s, or on which ranks disagree, fails for all of its ranks; those that send
+it later are told at once.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from gateway.cards.base import StatusArray
 from gateway.counters import Counters
 from gateway.objects import ObjectStore
 from gateway.session import Session
+
+MAX_OBJECTS = 1 << 22
+"""Objects of one request; 47,000 are a prompt of 196,000 tokens in 61 layers."""
 
 
 @dataclass(slots=True)
@@ -89,6 +93,15 @@ class Request:
         return object_idx % len(self.chunks)
 
 
+@dataclass(slots=True)
+class FailedEarly:
+    """A request that failed before every rank had sent it: what the others will be told."""
+
+    reason: str
+    missing: set[int]
+    forget_at: float
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What one session's tables work with.
@@ -118,6 +131,7 @@ class RequestTable(ABC):
         self._ctx = context
         self._slots = SlotAllocator(context.mapping.header.num_slots)
         self._requests: dict[int, Request] = {}
+        self._failed_early: dict[int, FailedEarly] = {}
 
     @property
     def num_free_slots(self) -> int:
@@ -136,24 +150,44 @@ class RequestTable(ABC):
             WireError: It is malformed; nothing changed.
         """
         group = self._ctx.session.group_of(message.caches, rank)
+        if self._tell_late(rank, message.seq):
+            return
         request = self._requests.get(message.seq)
         if request is None:
             request = self._open(message, group)
+        elif request.failed:
+            self._ctx.send(rank, Failed(message.seq, "it has failed before"))
+            return
         elif request.message != message:
             self._disagree(request, rank)
             return
-        request.arrived.add(rank)
-        if request.failed:
-            self._ctx.send(rank, Failed(message.seq, "it failed for another rank"))
+        elif rank in request.arrived:
             return
+        request.arrived.add(rank)
         if request.all_arrived:
             self._on_complete(request)
         self.pump()
+
+    def _tell_late(self, rank: int, seq: int) -> bool:
+        """Answer a rank that sends what has failed without it; return whether it was that."""
+        failed = self._failed_early.get(seq)
+        if failed is None or rank not in failed.missing:
+            return False
+        failed.missing.discard(rank)
+        if not failed.missing:
+            del self._failed_early[seq]
+        self._ctx.send(rank, Failed(seq, failed.reason))
+        return True
 
     def _open(self, message: Get | Put, group: tuple[int, ...]) -> Request:
         chunks = unpack_keys(message.chunks)
         if not len(chunks):
             raise WireError(f"a {self.kind} names no chunk")
+        if len(chunks) * len(message.caches) > MAX_OBJECTS:
+            raise WireError(
+                f"a {self.kind} of {len(chunks)} chunks of {len(message.caches)} caches is more "
+                f"than {MAX_OBJECTS} objects"
+            )
         caches = self._ctx.session.caches
         sizes = [caches[c].object_bytes for c in message.caches]
         request = Request(
@@ -196,7 +230,7 @@ class RequestTable(ABC):
         """Take a batch back from one rank; False if the request is not of this table.
 
         Raises:
-            WireError: The batch was not granted to this rank.
+            WireError: The batch was not granted to this rank, or it released it before.
         """
         request = self._requests.get(release.seq)
         if request is None:
@@ -206,6 +240,8 @@ class RequestTable(ABC):
             raise WireError(
                 f"rank {rank} releases a batch of {self.kind} {release.seq:#x} that it never had"
             )
+        if rank in batch.released:
+            raise WireError(f"rank {rank} releases a batch of {self.kind} {release.seq:#x} twice")
         batch.released.add(rank)
         batch.refused |= not release.ok
         if len(batch.released) == len(request.group):
@@ -229,6 +265,10 @@ class RequestTable(ABC):
         self._ctx.counters.add(f"{self.kind}s_failed")
         for rank in sorted(request.arrived):
             self._ctx.send(rank, Failed(request.seq, reason))
+        missing = set(request.group) - request.arrived
+        if missing:
+            forget_at = self._ctx.clock() + self._ctx.rank_deadline_s
+            self._failed_early[request.seq] = FailedEarly(reason, missing, forget_at)
         for batch in list(request.batches.values()):
             if batch.granted_at is None and batch.status is not None:
                 self._drop(request, batch)
@@ -246,6 +286,9 @@ class RequestTable(ABC):
                     f"rank {missing} did not send {self.kind} {request.seq:#x} within "
                     f"rank_deadline_s = {self._ctx.rank_deadline_s:g} s",
                 )
+        for seq, failed in list(self._failed_early.items()):
+            if now > failed.forget_at:
+                del self._failed_early[seq]
         self.pump()
 
     def overdue(self, lease_s: float) -> str | None:

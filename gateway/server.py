@@ -8,13 +8,16 @@ Threads: serve() owns the socket and everything behind it; the card has its own
 threads and reaches this one through the store's eventfd. stop() may be called from a
 signal handler. Failure scope: a malformed message or a wrong request costs its
 sender a line in the log and, where it was asking, a Refused or Failed; it never ends
-the loop. An engine that ends is answered Goodbye and makes room for the next.
+the loop. An engine that ends is answered Goodbye and makes room for the next. An error
+that nobody expected ends the engine, not the gateway.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,35 +81,39 @@ class Server:
         self._clock = clock
         self._counters = Counters()
         self._engine: Engine | None = None
+        self._ring: RingFile | None = None
         self._running = True
         self._next_tick = clock()
         self._context = zmq.Context()
         self._socket = self._bind()
         try:
             sweep(ring_path(settings.effective_ring_name))
-            self._ring: RingFile | None = self._reserve()
+            self._ring = self._reserve()
             self._store = ObjectStore(card, settings.effective_fragment_size)
         except BaseException:
+            if self._ring is not None:
+                self._ring.close()
             self._close_socket()
             raise
         self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def _bind(self) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
-        socket.setsockopt(zmq.LINGER, 200)
+        router = self._context.socket(zmq.ROUTER)
+        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        router.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
+        router.setsockopt(zmq.LINGER, 200)
         try:
-            socket.bind(self._settings.listen)
-        except zmq.ZMQError as error:
-            socket.close(0)
+            _refuse_taken_path(self._settings.listen)
+            router.bind(self._settings.listen)
+        except (OSError, zmq.ZMQError) as error:
+            router.close(0)
             self._context.term()
             raise ConfigError(
                 f"listen = {self._settings.listen}: {error}; is another gateway running there? "
                 "Give each engine's gateway its own port"
             ) from error
-        return socket
+        return router
 
     def _reserve(self) -> RingFile:
         return RingFile(self._settings.effective_ring_name, self._settings.shared_memory_size)
@@ -120,7 +127,8 @@ class Server:
     def stop(self) -> None:
         """Let serve() return; safe from a signal handler or another thread."""
         self._running = False
-        os.eventfd_write(self._stop_fd, 1)
+        with contextlib.suppress(OSError, ValueError):  # it has closed already
+            os.eventfd_write(self._stop_fd, 1)
 
     def serve(self) -> None:
         """Serve until stop(), then say Goodbye and close everything."""
@@ -137,7 +145,13 @@ class Server:
         try:
             while self._running:
                 poller.poll(max(0, int((self._next_tick - self._clock()) * 1000)))
-                self._turn()
+                try:
+                    self._turn()
+                except Exception:
+                    log.exception("unexpected error; the engine's session ends")
+                    self._counters.add("unexpected_errors")
+                    if self._engine is not None:
+                        self._engine.end("unexpected error in the gateway; see its log")
         finally:
             self._close()
 
@@ -202,20 +216,23 @@ class Server:
     def _on_hello(self, identity: bytes, hello: Hello) -> None:
         try:
             check_hello(hello)
-            engine = self._engine_for(hello)
+            engine = self._engine_for(identity, hello)
             engine.hello(identity, hello)
         except (WireError, RingError) as error:
             self._counters.add("hellos_refused")
             self._deliver(identity, Refused(str(error)))
-            if isinstance(error, RingError) and self._engine is not None:
+            if self._engine is not None and self._engine.start_failed:
                 self._engine.end(str(error))
             if not str(error).startswith(RETRY):
                 log.warning("Hello of rank %d refused: %s", hello.rank, error)
 
-    def _engine_for(self, hello: Hello) -> Engine:
+    def _engine_for(self, identity: bytes, hello: Hello) -> Engine:
         engine = self._engine
-        if engine is not None and engine.ended is None and engine.session.engine != hello.engine:
-            engine.check_peers(Ping(0))
+        if engine is not None and engine.ended is None:
+            # A successor, perhaps under the same name: are those before it still there?
+            is_other = engine.session.engine != hello.engine
+            if is_other or engine.is_taken(identity, hello.rank):
+                engine.check_peers(Ping(0))
         if engine is not None and engine.ended is not None:
             self._retire(engine)
             engine = self._engine
@@ -227,7 +244,10 @@ class Server:
                 "one engine: start another with its own --listen port"
             )
         if engine is None:
-            ring = self._ring or self._reserve()
+            try:
+                ring = self._ring or self._reserve()
+            except RingError as error:  # until those who map the last ring have gone
+                raise WireError(f"{RETRY}{error}") from error
             self._ring = None
             engine = self._engine = Engine(
                 hello,
@@ -276,9 +296,22 @@ class Server:
             self._ring.close()
         self._close_socket()
         os.close(self._stop_fd)
+        self._stop_fd = -1
 
     def _close_socket(self) -> None:
         self._socket.close()
         self._context.term()
         if self._settings.listen.startswith("ipc://"):
             Path(self._settings.listen.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def _refuse_taken_path(listen: str) -> None:
+    """Raise OSError if someone listens at an ipc address; ZeroMQ would take it over silently."""
+    if not listen.startswith("ipc://"):
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(listen.removeprefix("ipc://"))
+        except OSError:
+            return  # nobody there
+    raise OSError("address in use")

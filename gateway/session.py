@@ -69,7 +69,7 @@ class Session:
     active: bool = False
 
     def join(self, identity: bytes, hello: Hello, now: float) -> None:
-        """Take a rank in; a repeated Hello of the same peer changes nothing.
+        """Take a rank in; a repeated Hello of the same peer shows that it still waits.
 
         Raises:
             WireError: The Hello contradicts those before it.
@@ -87,8 +87,13 @@ class Session:
                 f"rank {hello.rank} of engine {hello.engine} is already here as pid "
                 f"{member.hello.pid}: restart the engine as a whole"
             )
-        if member is None:
-            self.members[hello.rank] = Member(identity, hello, now)
+        if member is not None:
+            member.last_seen = now
+            return
+        for rank, other in self.members.items():
+            if other.identity == identity:
+                raise WireError(f"rank {rank} of engine {hello.engine} says it is {hello.rank} too")
+        self.members[hello.rank] = Member(identity, hello, now)
 
     @property
     def complete(self) -> bool:
@@ -143,16 +148,13 @@ class Session:
 def _settle_cache(decls: list[tuple[int, CacheDecl]]) -> Cache:
     first_rank, first = decls[0]
     for rank, decl in decls:
-        same = (decl.name, decl.slice_bytes, decl.num_slices) == (
-            first.name,
-            first.slice_bytes,
-            first.num_slices,
-        )
+        same = msgspec.structs.replace(decl, slice_idx=first.slice_idx) == first
         if not same or not 0 <= decl.slice_idx < decl.num_slices:
             raise WireError(
                 f"cache {first.index}: rank {first_rank} has {first.name}, {first.num_slices} "
                 f"slices of {first.slice_bytes} bytes, rank {rank} has {decl.name}, slice "
-                f"{decl.slice_idx} of {decl.num_slices} of {decl.slice_bytes} bytes"
+                f"{decl.slice_idx} of {decl.num_slices} of {decl.slice_bytes} bytes; layouts "
+                f"{first.layout!r} and {decl.layout!r}"
             )
     missing = set(range(first.num_slices)) - {decl.slice_idx for _, decl in decls}
     if missing:
@@ -177,6 +179,8 @@ def check_hello(hello: Hello) -> None:
         raise WireError(f"rank {hello.rank} of {hello.world_size} is out of range")
     if len(hello.namespace) != KEY_BYTES or len(hello.caches) > MAX_CACHES:
         raise WireError("a namespace is 16 bytes and an engine has at most 65536 caches")
+    if len({decl.index for decl in hello.caches}) != len(hello.caches):
+        raise WireError(f"rank {hello.rank} declares a cache index twice")
     for decl in hello.caches:
         sizes_ok = 1 <= decl.slice_bytes <= 1 << 40 and 1 <= decl.num_slices <= MAX_WORLD_SIZE
         if not sizes_ok or not 0 <= decl.index < MAX_CACHES:

@@ -2,7 +2,8 @@
 
 Children started by tests/support run with PYTHONHASHSEED=0, because hashes that repeat
 across processes are what persistence rests on. The pytest process itself needs no seed;
-a test that hashes in-process must not depend on one.
+a test that hashes in-process must not depend on one. Kernel tests run in Triton's
+interpreter where there is no GPU.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gateway import ring_files
-from tests.support.process import descendants, mapped_by
+from tests.support.gateways import ring_files
+from tests.support.process import descendants, mapped_by, parents
+
+# Before anything imports triton: without a GPU its interpreter runs the kernels.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 VLLM_TIMEOUT_S = 400
 _PR_SET_CHILD_SUBREAPER = 36
@@ -56,12 +61,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _children() -> dict[int, str]:
     """Return the live children of this process with their command lines."""
     found = {}
-    for listing in Path("/proc/self/task").glob("*/children"):
+    for pid in (child for child, parent in parents().items() if parent == os.getpid()):
         with contextlib.suppress(OSError):
-            for pid in map(int, listing.read_text().split()):
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if command and not any(helper in command for helper in _HELPERS):  # "": a zombie
-                    found[pid] = command.strip()
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if not any(helper in command for helper in _HELPERS):
+                found[pid] = command.strip()
     return found
 
 

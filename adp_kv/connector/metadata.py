@@ -39,7 +39,7 @@ class AdpMetadata(KVConnectorMetadata):
 
     Attributes:
         step: number of the step; names its requests to the gateway on all ranks.
-        idle: no request computes in this step.
+        idle: nothing is computed in this step; vLLM before 0.29 then skips wait_for_save.
         acknowledged_failure: the last step of which the scheduler side knows that a
             restore failed; saves wait for it, since later steps may have computed from
             pages that never came.

@@ -237,6 +237,7 @@ def view_caches(
                 num_slices=num_slices,
                 replica_idx=replica_idx,
                 num_replicas=num_replicas,
+                layout=f"{tensor.dtype} {tuple(tensor.shape[1:])} {tensor.stride()[1:]}",
             )
         )
     return sorted(caches, key=lambda cache: cache.index)

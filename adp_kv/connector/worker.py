@@ -165,6 +165,8 @@ class WorkerSide:
             job = self._job(meta, meta.async_restore, list(self._caches.values()), load=True)
             self._async.append(AsyncRestore(job, set(meta.async_restore.request_ids)))
             self.client.submit_restore(job, ASYNC_RESTORE, self.client.mover.mark())
+        if meta.idle:
+            self.finish_step(meta)
         if meta.restore is None:
             return
         hooked = self._hooked if hooks_will_fire(forward_context) else set()

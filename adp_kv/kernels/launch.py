@@ -36,7 +36,7 @@ class Shape:
 
 WORDS = Shape(rows=16, cols=256, num_warps=4)
 """32 KiB in flight a program, 2 KiB a unit: 8 programs fill the link in both directions, at
-pages of 8 and 72 KiB alike (H200, benchmarks/scatter.py)."""
+pages of 8 and 72 KiB alike (measured on an H200)."""
 BYTES = Shape(rows=8, cols=512, num_warps=4)
 
 

@@ -34,6 +34,7 @@ class CacheGeometry:
         blocks_per_chunk: pages of a slice.
         slice_idx, num_slices: which slice of an object this rank holds.
         replica_idx, num_replicas: this rank among those that hold the same slice.
+        layout: item type, shape and strides inside a page; part of the keys' namespace.
     """
 
     index: int
@@ -47,6 +48,7 @@ class CacheGeometry:
     num_slices: int = 1
     replica_idx: int = 0
     num_replicas: int = 1
+    layout: str = ""
 
     @property
     def slice_bytes(self) -> int:
@@ -155,6 +157,11 @@ def dense_pages(
                 "are not contiguous; choose a KV cache layout with blocks outside heads and tokens"
             )
         inner *= size
+    if shape[0] > 1 and strides[0] < inner:
+        raise ConfigError(
+            f"{name}: blocks of a cache with shape {tuple(shape)} and strides {tuple(strides)} "
+            "overlap"
+        )
     if split > 1 and strides[0] != inner:
         raise ConfigError(
             f"{name}: the {split} kernel blocks of a block are not next to each other"

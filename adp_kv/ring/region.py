@@ -122,7 +122,10 @@ class RingFile:
         if not directory.is_dir():
             raise RingError(f"{directory} does not exist: mount a tmpfs there")
         _check_room(directory, num_bytes)
-        self._fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            self._fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise RingError(f"can't make a file in {directory}: {error.strerror}") from error
         try:
             # Reserves the pages now: a full tmpfs shows here and not as SIGBUS in a copy.
             os.posix_fallocate(self._fd, 0, num_bytes)
@@ -163,7 +166,8 @@ class RingFile:
     def withdraw(self) -> None:
         """Take the name away; mappings stay valid."""
         if self._published:
-            self.path.unlink(missing_ok=True)
+            if _is_at(self._fd, self.path):  # else somebody removed it, and it may be a successor's
+                self.path.unlink(missing_ok=True)
             self._published = False
 
     def close(self) -> None:
@@ -188,14 +192,29 @@ class RingFile:
         self.close()
 
 
+def _is_at(fd: int, path: Path) -> bool:
+    """Return whether path names the open file."""
+    try:
+        there = path.lstat()
+    except OSError:
+        return False
+    return os.path.samestat(there, os.fstat(fd))
+
+
 def sweep(path: Path) -> bool:
-    """Remove a ring file that no living gateway holds; return whether one was removed."""
+    """Remove a ring file that no living gateway holds; return whether one was removed.
+
+    Whoever holds the lock of the file at path alone may remove it, so that it can't be
+    replaced between the look and the removal.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_at(fd, path):
+            return False
         path.unlink(missing_ok=True)
     except OSError:
         return False
@@ -238,5 +257,7 @@ def attach(path: str | Path, generation: int) -> RingMapping:
                 f"{path} has {stat.st_size} bytes, its header needs {header.file_bytes}"
             )
         return RingMapping(header, mmap.mmap(fd, header.file_bytes))
+    except (OSError, ValueError) as error:
+        raise RingError(f"can't map the ring {path}: {error}") from error
     finally:
         os.close(fd)

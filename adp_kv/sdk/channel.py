@@ -31,6 +31,7 @@ from adp_kv.wire.messages import (
 
 HELLO_INTERVAL_S = 1.0
 CONNECT_INTERVAL_S = 0.02
+STOP_INTERVAL_S = 0.1
 RETRY_PREFIX = "retry: "
 
 
@@ -61,8 +62,8 @@ class Channel:
         self._heartbeat_s = 1.0
         self._last_heard = clock()
         self._last_ping = clock()
-        self._last_look = clock()
-        self._silence_s = 0.0
+        self._last_beat = clock()
+        self._asked_at: float | None = None  # the first ping since the gateway was last heard
 
     def watch(self, fd: int) -> None:
         """Let wait() return when fd is readable."""
@@ -81,7 +82,8 @@ class Channel:
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            raise GatewayError(f"the gateway at {self.address} is gone: {error}") from error
+            reason = "the connection is lost" if error.errno == zmq.EAGAIN else str(error)
+            raise GatewayError(f"the gateway at {self.address} is gone: {reason}") from error
 
     def receive(self) -> ToRank | None:
         """Return the next message, None if there is none; pings are answered here.
@@ -95,7 +97,7 @@ class Channel:
             except zmq.Again:
                 return None
             self._last_heard = self._clock()
-            self._silence_s = 0.0
+            self._asked_at = None
             try:
                 message = decode_at_rank(frames)
             except WireError as error:
@@ -109,12 +111,15 @@ class Channel:
             elif not isinstance(message, Pong):
                 return message
 
-    def handshake(self, hello: Hello, deadline: float) -> Welcome:
+    def handshake(
+        self, hello: Hello, deadline: float, stopped: Callable[[], bool] = lambda: False
+    ) -> Welcome:
         """Say Hello until the gateway welcomes the whole engine.
 
         Args:
             hello: who this is.
             deadline: on the channel's clock.
+            stopped: asked often; True gives up.
 
         Raises:
             GatewayError: Refused, or no Welcome by the deadline; names the remedy.
@@ -124,11 +129,13 @@ class Channel:
             "correct the setting gateway"
         )
         next_hello = self._clock()
-        while self._clock() < deadline:
+        while self._clock() < deadline and not stopped():
             if self._clock() >= next_hello:
                 sent = self._try_send(hello)
                 next_hello = self._clock() + (HELLO_INTERVAL_S if sent else CONNECT_INTERVAL_S)
-            self.wait(max(0.0, min(next_hello, deadline) - self._clock()))
+            until = min(next_hello, deadline, self._clock() + STOP_INTERVAL_S)
+            self.wait(max(0.0, until - self._clock()))
+            heard = self._last_heard
             message = self.receive()
             if isinstance(message, Welcome):
                 self._heartbeat_s = message.heartbeat_s
@@ -137,7 +144,7 @@ class Channel:
                 if not message.reason.startswith(RETRY_PREFIX):
                     raise GatewayError(f"the gateway refuses rank {hello.rank}: {message.reason}")
                 reason = message.reason.removeprefix(RETRY_PREFIX)
-            elif message is None and self._last_heard > next_hello:
+            elif message is None and self._last_heard != heard:  # a ping
                 reason = "the gateway answers, but not every rank of the engine has joined"
         raise GatewayError(reason)
 
@@ -155,19 +162,21 @@ class Channel:
         that was itself held up, for however long, looks again before it gives up.
 
         Raises:
-            GatewayError: The gateway was silent for longer than timeout_s.
+            GatewayError: A ping was not answered for longer than timeout_s.
         """
         now = self._clock()
-        interval = min(self._heartbeat_s, self._timeout_s / 4)
-        self._silence_s += min(now - self._last_look, interval)
-        self._last_look = now
-        if self._silence_s > self._timeout_s:
+        if now - self._last_beat > self._timeout_s / 2 and self._asked_at is not None:
+            self._asked_at = now  # it was this process that stood still
+        self._last_beat = now
+        if self._asked_at is not None and now - self._asked_at > self._timeout_s:
             raise GatewayError(
                 f"the gateway at {self.address} was silent for {self._timeout_s:g} s "
                 "(gateway_timeout_s)"
             )
+        interval = min(self._heartbeat_s, self._timeout_s / 4)
         if now - self._last_ping >= interval:
             self._last_ping = now
+            self._asked_at = now if self._asked_at is None else self._asked_at
             self.send(Ping(0))
         return max(0.0, self._last_ping + interval - now)
 

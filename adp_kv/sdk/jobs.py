@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from adp_kv.errors import TransferError
 from adp_kv.layout.geometry import CacheGeometry
 from adp_kv.transfer.base import Ticket
 from adp_kv.wire.keys import KeyArray
@@ -130,7 +131,7 @@ class Job:
         with self.lock:
             if not self.abandoned:
                 return self._num_unfinished == 0
-            return all(t.done() for p in self._progress.values() for t in p.tickets)
+            return all(_ended(t) for p in self._progress.values() for t in p.tickets)
 
     def wait_finished(self, timeout_s: float) -> None:
         """Return when the job is finished or abandoned, or after timeout_s."""
@@ -148,3 +149,10 @@ class Job:
         """Blocks whose pages were not all restored."""
         blocks = self.blocks[self.failed_chunks]
         return {int(b) for b in blocks[blocks >= 0]}
+
+
+def _ended(ticket: Ticket) -> bool:
+    try:
+        return ticket.done()
+    except TransferError:
+        return True  # it moves nothing any more

@@ -80,7 +80,9 @@ class ChannelLoop(ABC):
         return self.welcome is not None and not self.off
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run function on the loop's thread, in the order of calls."""
+        """Run function on the loop's thread, in the order of calls; never once it is off."""
+        if self.off:
+            return
         self._queue.append(function)
         with contextlib.suppress(OSError):  # closed meanwhile: nobody is left to run it
             os.eventfd_write(self._wake_fd, 1)
@@ -107,9 +109,9 @@ class ChannelLoop(ABC):
 
     def _connect(self) -> None:
         self._channel = Channel(self._address, self._timeout_s)
-        self._channel.watch(self._wake_fd)
         deadline = time.monotonic() + self._connect_timeout_s
-        welcome = self._channel.handshake(self._hello, deadline)
+        welcome = self._channel.handshake(self._hello, deadline, lambda: self._stopping)
+        self._channel.watch(self._wake_fd)  # not before: what was asked meanwhile must wait
         self.on_welcome(welcome)
         self.welcome = welcome
         self._settled.set()

@@ -72,13 +72,14 @@ class Transfer:
 
 @dataclass(slots=True)
 class Flight:
-    """A granted batch whose copies have not all ended."""
+    """A granted batch; tickets: its copies that have not ended, ok: none has failed."""
 
     seq: int
     first: int
     num_objects: int
     job: Job
     tickets: list[Ticket] = field(default_factory=list)
+    ok: bool = True
 
 
 class RankClient(ChannelLoop):
@@ -253,20 +254,27 @@ class RankClient(ChannelLoop):
     def _land(self) -> None:
         flying = []
         for flight in self._flights:
-            ok = True
-            try:
-                landed = all(ticket.done() for ticket in flight.tickets)
-            except TransferError as error:
-                log.warning("a copy failed: %s", error)
-                flight.job.fail(slice(None), str(error))
-                landed, ok = True, False
-            if landed:
-                ok = ok and not flight.job.abandoned
+            if self._has_landed(flight):
+                ok = flight.ok and not flight.job.abandoned
                 self.channel.send(Release(flight.seq, flight.first, ok))
                 flight.job.note_finished(flight.num_objects)
             else:
                 flying.append(flight)
         self._flights = flying
+
+    def _has_landed(self, flight: Flight) -> bool:
+        """Return whether every copy of a flight has ended, well or not."""
+        flying = []
+        for ticket in flight.tickets:
+            try:
+                if not ticket.done():
+                    flying.append(ticket)
+            except TransferError as error:
+                log.warning("a copy failed: %s", error)
+                flight.job.fail(slice(None), str(error))
+                flight.ok = False
+        flight.tickets = flying
+        return not flying
 
     def _count(self, name: str, amount: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + amount
@@ -302,4 +310,7 @@ def _owned(
 
 def declare(caches: Sequence[CacheGeometry]) -> list[CacheDecl]:
     """Return what a rank tells the gateway about its caches."""
-    return [CacheDecl(c.index, c.name, c.slice_bytes, c.slice_idx, c.num_slices) for c in caches]
+    return [
+        CacheDecl(c.index, c.name, c.slice_bytes, c.slice_idx, c.num_slices, c.layout)
+        for c in caches
+    ]

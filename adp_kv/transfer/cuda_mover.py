@@ -3,6 +3,7 @@
 Owning thread: the client's; mark() and a ticket's fence() may be called by the thread
 that runs the forward pass. Streams: two a direction, its own. In steady state nothing is
 allocated on the device, nothing synchronises, and other threads may capture graphs.
+CUDA's queue of a stream is finite, and a caller that fills it waits inside CUDA.
 Failure scope: a transfer; a lost device fails every later call.
 """
 

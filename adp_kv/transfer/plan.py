@@ -1,7 +1,8 @@
 """Choose how a transfer moves and cut it into pieces; pure numpy.
 
-Slices are taken in the order of their addresses, since neighbours can share a copy.
-A piece is a range of pages in that order:
+Slices are taken in the order in which they come: the gateway hands out slots in ascending
+runs, and sorting thousands of scattered ones would take as long as moving them. A piece
+is a range of pages in that order:
 
     STAGED   ring ◄─ copy engine ─► staging buffer ◄─ page kernel ─► pages
     DIRECT   ring ◄────────────── page kernel ─────────────────────► pages
@@ -41,7 +42,7 @@ class Thresholds:
     """Where one way becomes faster than the next, in bytes.
 
     Measured on an H200 with PCIe Gen5 x16; shares are of a contiguous 1 GiB copy in
-    the same run. Source: benchmarks/scatter.py and benchmarks/gather.py.
+    the same run. benchmarks/scatter.py and benchmarks/gather.py check the choice.
 
     Attributes:
         staged: smallest transfer that is staged; a staged piece costs two launches
@@ -61,8 +62,8 @@ class Thresholds:
     force: Way | None = None
 
 
-RESTORE = Thresholds(staged=2 * MiB, extent=MiB, strided=28 * KiB, batch=64 * KiB)
-"""Ring to device. 2-D copies 0.98 from 32 KiB on and 0.58 to 0.88 at 16 KiB, batches 0.94 from
+RESTORE = Thresholds(staged=2 * MiB, extent=MiB, strided=64 * KiB, batch=64 * KiB)
+"""Ring to device. 2-D copies 0.95 from 72 KiB on, 0.83 at 32 and 0.57 at 16 KiB, batches 0.94 from
 64 KiB on and 0.67 at 32 KiB, against 0.92 for the kernel at any size."""
 SAVE = Thresholds(staged=2 * MiB, extent=MiB, strided=NEVER, batch=MiB)
 """Device to ring. The kernel reaches 0.945 at any size; behind a gather, 2-D copies reach
@@ -160,9 +161,6 @@ def make_plan(copy: SliceCopy, limits: Limits, thresholds: Thresholds) -> Plan:
     """
     check_copy(copy)
     slices, pages = copy.slice_addrs, copy.page_addrs
-    if slices.size > 1 and not bool(np.all(slices[1:] > slices[:-1])):
-        order = np.argsort(slices, kind="stable")
-        slices, pages = slices[order], pages[order]
     page_bytes = copy.page_bytes
     hosts = host_page_addrs(slices, pages.shape[1], page_bytes)
     flat = np.ascontiguousarray(pages).reshape(-1)
@@ -244,7 +242,12 @@ def _staged_extents(
         return _rows_apart(slices[row : row + 1] + inside, num_pages * copy.page_bytes, start)
     rows = slices[row : row + num_pages // per_slice]
     width = copy.slice_bytes
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(rows) != step) + 1)).astype(np.int64)
+    breaks = (rows[1:] - rows[:-1] != step).nonzero()[0]
+    if not breaks.size:  # most pieces: one copy
+        if step == width:
+            return _one_copy(rows[0], rows.size * width, rows.size * width, 1)
+        return _one_copy(rows[0], step, width, rows.size)
+    starts = np.concatenate(([0], breaks + 1))
     counts = np.diff(np.append(starts, rows.size))
     offsets = starts * width
     if step == width:
@@ -254,8 +257,16 @@ def _staged_extents(
     return Extents(rows[starts], same * step, same * width, counts, offsets)
 
 
+def _one_copy(addr: np.int64, pitch: int, width: int, num_rows: int) -> Extents:
+    """Return a single copy to the start of the staging buffer."""
+    columns = np.array([[addr], [pitch], [width], [num_rows], [0]], dtype=np.int64)
+    return Extents(*columns)
+
+
 def _cut_at_borders(extents: Extents, borders: Addrs) -> Extents:
     """Return the same copies, none of which crosses a border."""
+    if not borders.size:
+        return extents
     ends = extents.host_addrs + (extents.rows - 1) * extents.pitches + extents.widths
     crossing = np.searchsorted(borders, extents.host_addrs, side="right") < np.searchsorted(
         borders, ends, side="left"

@@ -17,7 +17,8 @@ class MoverSettings:
         staging_buffers: buffers it is cut into; pieces of 16 MiB keep the link at 0.98 and
             of 4 MiB at 0.95.
         restore, save: where one way becomes faster than the next.
-        page_programs: programs of a page kernel inside device memory (64 move 700 GB/s).
+        page_programs: programs of a page kernel inside device memory (64 are enough to hide
+            it behind the copies: 0.98 of the link).
         restore_programs, save_programs: programs of a kernel that waits on the link;
             each holds a multiprocessor, and more of them move no more.
         max_pages: rows of an address table, the most pages of one piece.

@@ -54,7 +54,7 @@ def _decode(frames: Sequence[bytes], decoder: msgspec.msgpack.Decoder[_T]) -> _T
         raise WireError(f"a message is one frame, got {len(frames)}")
     try:
         return decoder.decode(frames[0])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, ValueError, MemoryError) as error:
         raise WireError(f"undecodable message of {len(frames[0])} bytes: {error}") from error
 
 

@@ -41,6 +41,7 @@ class CacheDecl(msgspec.Struct, frozen=True, array_like=True):
         slice_bytes: bytes of this rank's slice of an object.
         slice_idx: which slice of the object this rank holds.
         num_slices: distinct slices of an object (1 for replicated caches).
+        layout: item type, shape and strides inside a page: what its bytes mean.
     """
 
     index: int
@@ -48,6 +49,7 @@ class CacheDecl(msgspec.Struct, frozen=True, array_like=True):
     slice_bytes: int
     slice_idx: int
     num_slices: int
+    layout: str = ""
 
     @property
     def object_bytes(self) -> int:

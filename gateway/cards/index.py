@@ -28,6 +28,7 @@ ABSENT: Final = -1
 
 _EMPTY: Final = -1
 _DELETED: Final = -2
+_FIRST_MARK: Final = -3
 _MIN_CAPACITY: Final = 64
 _GROW_LOAD: Final = 0.5  # live rows at which the next rehash doubles the table
 _MAX_LOAD: Final = 0.65  # used rows (live and deleted) at which a rehash is due
@@ -115,7 +116,6 @@ class KeyIndex:
     def _allocate(self, capacity: int) -> None:
         self._keys: KeyArray = np.zeros((capacity, KEY_WORDS), dtype=np.uint64)
         self._values: Locations = np.full(capacity, _EMPTY, dtype=np.int64)
-        self._claims: NDArray[np.int64] = np.empty(capacity, dtype=np.int64)
         self._mask = np.int64(capacity - 1)
         self._live = 0
         self._used = 0
@@ -160,9 +160,11 @@ class KeyIndex:
         while len(keys):
             values = self._values[rows]
             free = np.flatnonzero(values < 0)
-            # Several keys may want one row: each leaves its number, one number stays.
-            self._claims[rows[free]] = free
-            won = free[self._claims[rows[free]] == free]
+            # Several keys may want one row: each leaves its mark, one mark stays, and the key
+            # it belongs to overwrites it below.
+            marks = _FIRST_MARK - free
+            self._values[rows[free]] = marks
+            won = free[self._values[rows[free]] == marks]
             self._used += int(np.count_nonzero(values[won] == _EMPTY))
             self._keys[rows[won]] = keys[won]
             self._values[rows[won]] = locations[won]

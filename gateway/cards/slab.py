@@ -40,7 +40,6 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from adp_kv.errors import CardError
-from adp_kv.wire.keys import KeyArray
 from gateway.cards.base import Batch, Card, CardLimits, OnDone, Op, Status
 from gateway.cards.batches import (
     PendingBatch,
@@ -204,10 +203,11 @@ class SlabCard(Card):
         self._databases = []
         if not quiet:
             # The descriptors stay open, and locked, as long as I/O may go through them.
-            raise CardError(
-                f"path {self._settings.path}: I/O did not end in time; its memory is not safe to "
-                "unmap until this process ends"
+            _logger.error(
+                "path %s: I/O did not end in time; end this process, its memory is in use",
+                self._settings.path,
             )
+            return
         store.close()
 
     def _settle(self, pending: PendingBatch) -> None:
@@ -248,7 +248,7 @@ class SlabCard(Card):
                 there = slots >= 0
                 pending.status[rows] = np.where(there, Status.OK, Status.ABSENT)
                 # The record before the slot is free: else its next value could be lost to it.
-                if _journal(database, Kind.DELETE, keys[there], slots[there]):
+                if database.record(Kind.DELETE, keys[there], slots[there]) is Status.OK:
                     database.table.delete(keys)
                 else:
                     pending.status[rows[there]] = Status.IO_ERROR
@@ -264,7 +264,7 @@ class SlabCard(Card):
                 slots[rows], status, checksums[rows] = table.pin(batch.keys[rows], lengths[rows])
                 status[lengths[rows] > self._limits.max_value_bytes] = Status.TOO_LARGE
                 corrupt = rows[status == Status.CORRUPT]
-                _drop(database, batch.keys[corrupt], slots[corrupt])
+                database.drop(batch.keys[corrupt], slots[corrupt])
             pending.status[rows] = status
             self._count("corrupt", corrupt.size)
         moving = np.flatnonzero((pending.status == Status.OK) & (lengths > 0))
@@ -290,12 +290,8 @@ class SlabCard(Card):
         keys = pending.batch.keys[rows]
         slots = np.full(rows.size, database.table.marker, dtype=np.int64)
         with database.table.lock:
-            pending.status[rows] = _put(
-                database,
-                keys,
-                slots,
-                np.zeros(rows.size, np.uint32),
-                np.zeros(rows.size, np.uint64),
+            pending.status[rows] = database.put(
+                keys, slots, np.zeros(rows.size, np.uint32), np.zeros(rows.size, np.uint64)
             )
 
     def _launch(
@@ -357,7 +353,7 @@ class SlabCard(Card):
             here = np.isin(rows, mine, assume_unique=True)
             bad = here & corrupt
             with database.table.lock:
-                _drop(database, batch.keys[rows[bad]], part.slots[bad])
+                database.drop(batch.keys[rows[bad]], part.slots[bad])
                 database.table.unpin(part.slots[here])
         pending.status[rows] = status
         self._count("corrupt", int(corrupt.sum()))
@@ -374,8 +370,8 @@ class SlabCard(Card):
             here = np.isin(rows, mine, assume_unique=True)
             done = here & written
             with database.table.lock:
-                pending.status[rows[done]] = _put(
-                    database, batch.keys[rows[done]], part.slots[done], lengths[done], digests[done]
+                pending.status[rows[done]] = database.put(
+                    batch.keys[rows[done]], part.slots[done], lengths[done], digests[done]
                 )
                 database.table.give_back(part.slots[here & ~written])
                 database.dirty_bytes += int(part.sizes[done].sum(dtype=np.int64))
@@ -448,48 +444,3 @@ def _addresses(batch: Batch) -> NDArray[np.uint64]:
 def _padded(lengths: NDArray[np.uint32], alignment: int) -> NDArray[np.uint32]:
     mask = np.uint32(alignment - 1)
     return (lengths + mask) & ~mask
-
-
-def _journal(
-    database: Database,
-    kind: Kind,
-    keys: KeyArray,
-    slots: Locations,
-    lengths: NDArray[np.uint32] | None = None,
-    checksums: NDArray[np.uint64] | None = None,
-) -> bool:
-    """Append records under the table's lock; false where the file system refuses."""
-    if lengths is None or checksums is None:
-        lengths, checksums = np.zeros(len(keys), np.uint32), np.zeros(len(keys), np.uint64)
-    try:
-        database.journal.append(kind, keys, slots, lengths, checksums)
-    except OSError as error:
-        database.journal_failures += 1
-        _logger.warning("journal: %s", error)
-        return False
-    database.dirty_bytes += len(keys)  # a sync is due, however little it is
-    return True
-
-
-def _put(
-    database: Database,
-    keys: KeyArray,
-    slots: Locations,
-    lengths: NDArray[np.uint32],
-    checksums: NDArray[np.uint64],
-) -> Status:
-    """Journal and index written values under the table's lock."""
-    if not _journal(database, Kind.PUT, keys, slots, lengths, checksums):
-        database.table.give_back(slots)
-        return Status.NO_SPACE
-    database.table.put(keys, slots, lengths, checksums)
-    return Status.OK
-
-
-def _drop(database: Database, keys: KeyArray, slots: Locations) -> None:
-    """Delete keys that still are at `slots`, under the table's lock.
-
-    A refused record changes nothing here: replay then finds the value as corrupt as it is.
-    """
-    removed = database.table.delete(keys, slots)
-    _journal(database, Kind.DELETE, keys[removed], slots[removed])

@@ -27,7 +27,8 @@ class SlabSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         num_databases: independent key spaces, one slab each; they share the capacity evenly.
         devices: block devices to use as slabs, one a database, in order; empty for files in
             `path`. The journals stay in `path`.
-        checksums: check xxh3_64 of every value read (0.06-0.08 CPU seconds a GB).
+        checksums: check xxh3_64 of every value read (0.06-0.08 CPU seconds a GB). Values
+            written without are CORRUPT to a card that checks: they are written anew.
         io_engine: "auto" (io_uring where it works), "io_uring" or "threads".
         queue_depth: I/Os in flight, io_uring.
         io_threads: I/Os in flight, threads.

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import stat
@@ -33,18 +34,25 @@ from typing import Final, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from adp_kv.errors import CardError
 from adp_kv.units import PAGE_BYTES, MiB, format_bytes
+from adp_kv.wire.keys import KeyArray
+from gateway.cards.base import Status
 from gateway.cards.direct_io import open_direct
-from gateway.cards.journal import Journal, JournalIdentity, sync_directory
+from gateway.cards.index import Locations
+from gateway.cards.journal import Journal, JournalIdentity, Kind, sync_directory
 from gateway.cards.slots import SlotTable
+
+_logger: Final = logging.getLogger(__name__)
 
 DATA_OFFSET: Final = MiB
 _FORMAT_VERSION: Final = 1
 _MAGIC: Final = int.from_bytes(b"adpkvslb", "little")
 _HEADER_WORDS: Final = 4
 _LOCK_POLL_S: Final = 0.02
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _BUSY: Final = (errno.EWOULDBLOCK, errno.EACCES)
 
 
@@ -95,6 +103,57 @@ class Database:
         if dirty:
             os.fdatasync(self.fd)
             self.journal.sync()
+
+    def record(
+        self,
+        kind: Kind,
+        keys: KeyArray,
+        slots: Locations,
+        lengths: NDArray[np.uint32] | None = None,
+        checksums: NDArray[np.uint64] | None = None,
+    ) -> Status:
+        """Append to the journal, table.lock held.
+
+        Returns:
+            OK; NO_SPACE or IO_ERROR where the file system refused and nothing was appended.
+        """
+        if lengths is None or checksums is None:
+            lengths, checksums = np.zeros(len(keys), np.uint32), np.zeros(len(keys), np.uint64)
+        try:
+            self.journal.append(kind, keys, slots, lengths, checksums)
+        except OSError as error:
+            self.journal_failures += 1
+            _logger.warning("journal: %s", error)
+            return Status.NO_SPACE if error.errno in _FULL else Status.IO_ERROR
+        self.dirty_bytes += len(keys)  # a sync is due, however little it is
+        return Status.OK
+
+    def put(
+        self,
+        keys: KeyArray,
+        slots: Locations,
+        lengths: NDArray[np.uint32],
+        checksums: NDArray[np.uint64],
+    ) -> Status:
+        """Journal, then index values whose bytes are in their slots, table.lock held.
+
+        Returns:
+            As record(); where it is not OK the slots are free again.
+        """
+        status = self.record(Kind.PUT, keys, slots, lengths, checksums)
+        if status is Status.OK:
+            self.table.put(keys, slots, lengths, checksums)
+        else:
+            self.table.give_back(slots)
+        return status
+
+    def drop(self, keys: KeyArray, slots: Locations) -> None:
+        """Delete keys that still are at `slots`, table.lock held.
+
+        A refused record changes nothing here: replay finds the value as corrupt as it is.
+        """
+        removed = self.table.delete(keys, slots)
+        self.record(Kind.DELETE, keys[removed], slots[removed])
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +235,7 @@ def open_store(spec: StoreSpec) -> Store:
             _write_facts(spec.path, made)
     except OSError as error:
         store.close()
-        raise CardError(f"path {spec.path}: {error.strerror} ({error.filename})") from error
+        raise CardError(f"path {spec.path}: {error}") from error
     except BaseException:
         store.close()
         raise
@@ -264,7 +323,8 @@ def _open_database(
         _lock(descriptor, slab, deadline)
         if new:
             _make_slab(spec, facts, number, descriptor)
-        _check_slab(slab, facts, number, _read_header(slab), os.lseek(descriptor, 0, os.SEEK_END))
+        _check_header(slab, facts, number)
+        _check_size(slab, spec.slab_bytes, os.lseek(descriptor, 0, os.SEEK_END))
         if new:
             spec.journal(number).unlink(missing_ok=True)
         identity = JournalIdentity(facts.card_id, number, spec.num_slots, spec.slot_bytes)
@@ -288,6 +348,7 @@ def _make_slab(spec: StoreSpec, facts: CardFacts, number: int, descriptor: int) 
     slab = spec.slab(number)
     if stat.S_ISBLK(os.fstat(descriptor).st_mode):
         _check_device_is_empty(slab)
+        _check_size(slab, spec.slab_bytes, os.lseek(descriptor, 0, os.SEEK_END))
     elif spec.devices:
         raise CardError(f"devices: {slab} is no block device; name one, or leave devices empty")
     else:
@@ -320,23 +381,20 @@ def _check_device_is_empty(slab: Path) -> None:
         )
 
 
-def _read_header(slab: Path) -> list[int]:
+def _check_header(slab: Path, facts: CardFacts, number: int) -> None:
     with slab.open("rb", buffering=0) as file:
-        start = file.read(PAGE_BYTES)
-    words: list[int] = np.frombuffer(start[: len(start) // 8 * 8], dtype="<u8").tolist()
-    return words[:_HEADER_WORDS]
-
-
-def _check_slab(slab: Path, facts: CardFacts, number: int, header: list[int], size: int) -> None:
-    wanted = [_MAGIC, _FORMAT_VERSION, facts.card_id, number]
-    if header != wanted:
+        start = file.read(8 * _HEADER_WORDS)
+    wanted = np.array([_MAGIC, _FORMAT_VERSION, facts.card_id, number], dtype="<u8")
+    if start != wanted.tobytes():
         raise CardError(
             f"{slab}: not database {number} of this card; name the card's own slabs in their "
             "order, or delete the directory to start empty"
         )
-    needed = DATA_OFFSET + facts.num_slots * facts.slot_bytes
+
+
+def _check_size(slab: Path, needed: int, size: int) -> None:
     if size < needed:
         raise CardError(
             f"{slab}: {format_bytes(size)}, but its slots need {format_bytes(needed)}; restore "
-            "it, or delete the directory to start empty"
+            "it, or delete the directory and start with a lower capacity_bytes"
         )

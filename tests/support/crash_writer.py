@@ -1,6 +1,6 @@
 """Writes, overwrites and deletes on a slab card until it is killed; says what it does.
 
-    python crash_writer.py PATH ENGINE SEED FIRST_VERSION
+    python -m tests.support.crash_writer PATH ENGINE SEED FIRST_VERSION
 
 Lines on stdout: "ready"; "I version op key ..." before a batch is submitted;
 "A version status ..." once it was answered. Three batches run at once on disjoint keys.
@@ -10,9 +10,9 @@ import os
 import sys
 
 import numpy as np
-from support.cards import Arena, Driver, random_keys, slab_card, value_of
 
 from gateway.cards.base import Op
+from tests.support.cards import Arena, Driver, random_keys, slab_card, value_of
 
 NUM_KEYS = 45  # more than there are slots: NO_SPACE is part of it
 GROUPS = 3

@@ -1,10 +1,10 @@
 """What a user runs: a gateway with a slab card, and the settings that point an engine at it.
 
-    with Deployment(tmp_path) as deployment:
-        engine.start("llama", deployment.connector(chunk_size=256))
-        ...
-        deployment.kill9(engine)     # gateway and engine, as a power cut would
-        deployment.restart()         # same address, same card
+with Deployment(tmp_path) as deployment:
+    engine.start("llama", deployment.connector(chunk_size=256))
+    ...
+    deployment.kill9(engine)     # gateway and engine, as a power cut would
+    deployment.restart()         # same address, same card
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from tests.support.engine import Engine
 from tests.support.faulty_gateway import FAULT_FILE
-from tests.support.gateway import Gateway
+from tests.support.gateways import Gateway
 from tests.support.server import Server
 
 OFF_LINE = "External KV cache turned off on this rank"

@@ -36,6 +36,8 @@ def set_environment(device: str, num_ranks: int) -> None:
     """Set what vLLM reads when it is imported, unless the caller has set it already."""
     if device == "cuda":
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        # Looking for a device has touched CUDA, so nothing forked from here could use it.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         return
     cores = sorted(os.sched_getaffinity(0))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cpu_binding(cores, num_ranks))

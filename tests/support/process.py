@@ -63,14 +63,25 @@ def session_members(session_id: int) -> list[int]:
     return members
 
 
-def descendants(pid: int) -> set[int]:
-    """Return pid and every live process that comes from it."""
-    parents: dict[int, int] = {}
+def parents() -> dict[int, int]:
+    """Return the parent of every live (not zombie) process.
+
+    From /proc/*/stat: /proc/self/task/*/children may miss some while others come and go.
+    """
+    found: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                found[int(stat.parent.name)] = int(parent)
+    return found
+
+
+def descendants(pid: int) -> set[int]:
+    """Return pid and every live process that comes from it."""
+    known = parents()
     family = {pid}
-    while more := {child for child, parent in parents.items() if parent in family} - family:
+    while more := {child for child, parent in known.items() if parent in family} - family:
         family |= more
     return family
 
@@ -106,8 +117,11 @@ def mapped_by(path: Path) -> set[int]:
 
 
 def child_env(extra: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a child: this one's, the repository importable, fixed hashes."""
-    env = dict(os.environ)
+    """Return the environment of a child: this one's, the repository importable, fixed hashes.
+
+    Triton's interpreter is for kernel tests in this process, not for engines.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = [str(REPO), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
     env["PYTHONHASHSEED"] = "0"

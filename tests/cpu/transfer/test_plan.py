@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -107,7 +109,8 @@ def scattered(slot, num):
     [
         (RESTORE, run(128 * KiB, 512), 128 * KiB, 8 * KiB, Way.STAGED),
         (SAVE, run(128 * KiB, 512), 128 * KiB, 8 * KiB, Way.STAGED),
-        (RESTORE, run(256 * KiB, 512), 32 * KiB, 8 * KiB, Way.STAGED),
+        (RESTORE, run(144 * KiB, 512), 72 * KiB, 8 * KiB, Way.STAGED),
+        (RESTORE, run(256 * KiB, 512), 32 * KiB, 8 * KiB, Way.DIRECT),
         (SAVE, run(256 * KiB, 512), 32 * KiB, 8 * KiB, Way.DIRECT),
         (RESTORE, run(128 * KiB, 4096), 16 * KiB, 8 * KiB, Way.DIRECT),
         (RESTORE, scattered(128 * KiB, 512), 128 * KiB, 8 * KiB, Way.STAGED),
@@ -124,13 +127,14 @@ def test_planner_chooses_the_fastest_way(thresholds, slices, slice_bytes, page_b
 
 
 def test_run_staged_is_one_copy_a_piece():
-    _, plan = the_way(a_copy(run(8 * KiB, 8192)[::-1], 1, 8 * KiB), RESTORE)
+    _, plan = the_way(a_copy(run(8 * KiB, 8192), 1, 8 * KiB), RESTORE)
     assert [piece.extents.widths.tolist() for piece in plan.pieces] == [[16 * MiB]] * 4
 
 
 def test_strided_run_is_2d_and_cut_at_border():
     slices = run(256 * KiB, 512) + 4096
-    _, plan = the_way(a_copy(slices, 4, 8 * KiB), RESTORE, borders=[int(slices[100]) + 8192])
+    early = replace(RESTORE, strided=32 * KiB)
+    _, plan = the_way(a_copy(slices, 4, 8 * KiB), early, borders=[int(slices[100]) + 8192])
     (piece,) = plan.pieces
     assert piece.extents.rows.tolist() == [100, 1, 1, 411]
     assert piece.extents.widths.tolist() == [32 * KiB, 8192, 24 * KiB, 32 * KiB]

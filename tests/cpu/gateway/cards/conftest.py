@@ -1,7 +1,7 @@
 import pytest
-from support.cards import Driver, memory_card, slab_card
 
 from gateway.cards.uring import probe
+from tests.support.cards import Driver, memory_card, slab_card
 
 needs_uring = pytest.mark.skipif(probe() is not None, reason=f"no io_uring here: {probe()}")
 

@@ -4,10 +4,10 @@ import threading
 
 import numpy as np
 import pytest
-from support.cards import SLOT_BYTES, SLOTS, Driver, random_keys, value_of
 
 from adp_kv.errors import CardError
 from gateway.cards.base import Batch, Op, Status
+from tests.support.cards import SLOT_BYTES, SLOTS, Driver, random_keys, value_of
 
 OK, ABSENT, CORRUPT = Status.OK, Status.ABSENT, Status.CORRUPT
 SIZES = [1, 511, 512, 513, 4095, 4096, 4097, 261120, SLOT_BYTES]
@@ -47,7 +47,7 @@ def test_overwrite_reads_the_new_value(make_card, drive):
     assert driver.card.stats()["values"] == 4
 
 
-def test_deleted_key_is_absent_and_its_room_free(make_card, drive):
+def test_deleted_key_is_absent_room_free(make_card, drive):
     driver = drive(make_card())
     keys = random_keys(SLOTS)
     assert driver.write(keys, [64] * SLOTS) == [OK] * SLOTS
@@ -81,7 +81,7 @@ def test_marker_and_value_replace_each_other(make_card, drive):
     driver.check(keys, [100], version=1)
 
 
-def test_read_of_other_length_is_corrupt_and_deletes(make_card, drive):
+def test_read_of_other_length_is_corrupt(make_card, drive):
     driver = drive(make_card())
     keys = random_keys(2)
     driver.write(keys, [4096, 4096])
@@ -113,11 +113,27 @@ def test_full_card_answers_no_space_per_entry(make_card, drive):
     assert driver.write(keys[~stored], [1000] * 6) == [OK] * 6
 
 
-def test_key_twice_in_a_read_fills_both_places(make_card, drive):
+def test_key_twice_in_read_fills_both(make_card, drive):
     driver = drive(make_card())
     keys = random_keys(3)
     driver.write(keys, [7000] * 3)
     driver.check(keys[[0, 1, 0, 2, 0]], [7000] * 5)
+
+
+def test_neighbouring_values_keep_their_bytes(make_card, drive):
+    driver = drive(make_card())
+    keys, size = random_keys(16), SLOT_BYTES
+    source, target = driver.arena.place(16 * size), driver.arena.place(16 * size)
+    for i, key in enumerate(keys):
+        driver.arena.at(source + i * size, size)[:] = value_of(key, size)
+    sources = [source + i * size for i in range(16)]
+    assert driver.run(Op.WRITE, keys, sources, [size] * 16) == [OK] * 16
+    for order in (range(16), [3, 4, 5, 0, 1, 9, 8, 7], range(15, -1, -1)):
+        targets = [target + i * size for i in range(len(order))]
+        lengths = [size] * len(order)
+        assert driver.run(Op.READ, keys[list(order)], targets, lengths) == [OK] * len(order)
+        for i, place in zip(order, targets, strict=True):
+            assert np.array_equal(driver.arena.at(place, size), value_of(keys[i], size))
 
 
 def test_databases_keep_their_keys_apart(make_card, drive):

@@ -3,10 +3,10 @@ import time
 
 import numpy as np
 import pytest
-from support.cards import Driver, memory_card, random_keys
 
 from gateway.cards.base import Op, Status
 from gateway.cards.faulty import Fault, FaultyCard
+from tests.support.cards import Driver, memory_card, random_keys
 
 OK = Status.OK
 

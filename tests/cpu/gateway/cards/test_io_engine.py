@@ -4,7 +4,6 @@ import threading
 
 import numpy as np
 import pytest
-from support.cards import Arena
 
 from adp_kv.errors import CardError
 from gateway.cards import uring_engine
@@ -12,6 +11,7 @@ from gateway.cards.engines import start_engine
 from gateway.cards.io_engine import IoRequest, ThreadEngine
 from gateway.cards.uring import OP_NOP, URing, probe
 from gateway.cards.uring_engine import UringEngine, _split
+from tests.support.cards import Arena
 
 uring = pytest.mark.skipif(probe() is not None, reason=f"no io_uring here: {probe()}")
 BLOCK = 4096
@@ -143,6 +143,25 @@ def test_registered_and_other_memory_mix(file):
 
 
 @uring
+def test_depth_stays_full_across_requests(file, monkeypatch):
+    depths, enter = [], URing.enter
+    monkeypatch.setattr(
+        URing, "enter", lambda ring, n: (depths.append(ring.in_flight - 1), enter(ring, n))
+    )
+    engine, arena = UringEngine(8), Arena(1 << 16)
+    waits = [Waiting() for _ in range(10)]
+    queued = [request(file, arena, range(3), write=False, on_complete=done) for done in waits]
+    engine._inbox.extend(queued[:-1])
+    engine.submit(queued[-1])
+    for done in waits:
+        assert done.wait() == [BLOCK] * 3
+    assert engine.stop(5)
+    busy = depths[1:-1]  # without falling asleep before and after
+    assert max(busy) == 8
+    assert len([depth for depth in busy if depth < 8]) <= 8  # only while the last 8 rows drain
+
+
+@uring
 def test_refused_pinning_goes_on_unpinned(file, monkeypatch, caplog):
     def refuse(self, buffers):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -200,7 +219,7 @@ def test_buffers_are_cut_at_a_gibibyte():
 
 
 @uring
-def test_ring_wraps_and_refuses_more_than_it_holds():
+def test_ring_wraps_and_refuses_overflow():
     ring = URing(8)
     for round_number in range(50):
         names = np.arange(5, dtype=np.uint64) + np.uint64(round_number)

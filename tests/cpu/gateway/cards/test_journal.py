@@ -45,7 +45,7 @@ def test_record_checksum_is_xxh64():
     assert record_checksums(records).tolist() == expected
 
 
-def test_replay_gives_the_last_word_on_each_key(path):
+def test_replay_gives_each_keys_last_word(path):
     journal = Journal(path, ME)
     put(journal, [1, 2, 3], [10, 20, 30])
     put(journal, [2], [21])
@@ -96,7 +96,7 @@ def test_append_after_a_cut_goes_on_there(path):
     assert live_of(path) == {0: 0, 1: 1, 2: 2, 3: 3, 99: 99}
 
 
-def test_slot_of_two_keys_goes_to_the_later(path):
+def test_slot_of_two_keys_keeps_later(path):
     journal = Journal(path, ME)
     put(journal, [1, 2], [10, 1000])
     put(journal, [3, 4], [10, 1000])

@@ -2,11 +2,11 @@ import subprocess
 import sys
 
 import pytest
-from support.cards import random_keys
 
 from adp_kv.errors import ConfigError
 from gateway.cards.base import Status
 from gateway.cards.registry import card_kinds, create_card
+from tests.support.cards import random_keys
 
 
 @pytest.mark.parametrize("kind", ["memory", "slab"])

@@ -5,7 +5,6 @@ import threading
 
 import numpy as np
 import pytest
-from support.cards import SLOT_BYTES, SLOTS, Driver, random_keys, slab_card, slab_settings
 
 from adp_kv.errors import CardError, ConfigError
 from gateway.cards import direct_io
@@ -13,6 +12,7 @@ from gateway.cards.base import Op, Status
 from gateway.cards.io_engine import IoEngine
 from gateway.cards.journal import RECORD
 from gateway.cards.slab_store import DATA_OFFSET
+from tests.support.cards import SLOT_BYTES, SLOTS, Driver, random_keys, slab_card, slab_settings
 
 OK, ABSENT, CORRUPT = Status.OK, Status.ABSENT, Status.CORRUPT
 
@@ -212,7 +212,7 @@ def test_slot_in_a_read_is_not_written(path, drive, monkeypatch):
     driver.check(keys, [6000], version=1)
 
 
-def test_deleted_in_a_read_still_reads_its_bytes(path, drive, monkeypatch):
+def test_deleted_in_read_still_reads_bytes(path, drive, monkeypatch):
     driver = drive(slab_card(path))
     keys = random_keys(1)
     driver.write(keys, [6000])
@@ -306,6 +306,46 @@ def test_file_as_device_is_refused(path, tmp_path):
     with pytest.raises(CardError, match="no block device"):
         slab_card(path, devices=(str(tmp_path / "notes"),)).open(lambda *_: None)
     assert (tmp_path / "notes").read_text() == "precious"
+
+
+@pytest.fixture
+def device(tmp_path, monkeypatch):
+    """A file of zeros that passes for a block device."""
+    monkeypatch.setattr("gateway.cards.slab_store.stat.S_ISBLK", lambda mode: True)
+    file = tmp_path / "device"
+    file.write_bytes(bytes(DATA_OFFSET + SLOTS * SLOT_BYTES))
+    return file
+
+
+def test_empty_device_is_taken_and_found_again(path, device, drive):
+    keys = random_keys(3)
+    stored(path, keys, [5000] * 3, devices=(str(device),))
+    driver = drive(slab_card(path, devices=(str(device),)))
+    driver.check(keys, [5000] * 3)
+    assert not (path / "slab-0000.data").exists()
+
+
+@pytest.mark.parametrize("offset", [0, 1024, DATA_OFFSET - 1])
+def test_device_with_data_is_refused_untouched(path, device, offset):
+    flip(device, offset)
+    content = device.read_bytes()
+    with pytest.raises(CardError, match="holds data"):
+        slab_card(path, devices=(str(device),)).open(lambda *_: None)
+    assert device.read_bytes() == content
+
+
+def test_small_device_is_refused_untouched(path, device):
+    with device.open("r+b") as f:
+        f.truncate(SLOT_BYTES)
+    with pytest.raises(CardError, match="slots need"):
+        slab_card(path, devices=(str(device),)).open(lambda *_: None)
+    assert device.read_bytes() == bytes(SLOT_BYTES)
+
+
+def test_unchecked_value_is_corrupt_when_checked(path, drive):
+    keys = random_keys(1)
+    stored(path, keys, [5000], checksums=False)
+    assert drive(slab_card(path)).read(keys, [5000])[0] == [CORRUPT]
 
 
 def test_file_system_without_direct_io_is_served(path, drive, monkeypatch, caplog):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.cards import Arena, Driver, random_keys, slab_card, value_of
-from support.crash_writer import NUM_KEYS, length_of
 
 from gateway.cards.base import Status
 from gateway.cards.uring import probe
+from tests.support.cards import Arena, Driver, random_keys, slab_card, value_of
+from tests.support.crash_writer import NUM_KEYS, length_of
 
 ROOT = Path(__file__).parents[4]
 ROUNDS = 18
@@ -23,11 +23,12 @@ GONE = None
 def run_until_killed(path, engine, seed, version):
     """Return the lines that a writer said before it was killed, each third time at its start."""
     rng = random.Random(seed)
-    command = [sys.executable, str(ROOT / "tests/support/crash_writer.py")]
+    command = [sys.executable, "-m", "tests.support.crash_writer"]
     with subprocess.Popen(
         [*command, str(path), engine, str(seed), str(version)],
         stdout=subprocess.PIPE,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
         text=True,
     ) as writer:
         if seed % 3:

@@ -1,5 +1,7 @@
 """A gateway in a child process, and a look at what it leaves in /dev/shm.
 
+(Not gateway.py: beside a script that runs from this folder, that would hide the package.)
+
 with Gateway.serve(card="memory", shared_memory_size="64MiB") as gateway:
     ... gateway.address ...
     gateway.stop()
@@ -37,6 +39,7 @@ class Gateway:
     Args:
         argv: what follows `python -m gateway`.
         env: added to the child's environment.
+        ring_name: as argv has it, so that rings() sees this gateway's files alone.
         program: the module to run; tests.support.faulty_gateway has a card that fails.
     """
 
@@ -44,10 +47,12 @@ class Gateway:
         self,
         argv: Sequence[str],
         env: Mapping[str, str] | None = None,
+        *,
+        ring_name: str = "",
         program: str = "gateway",
     ) -> None:
         self.address = ""
-        self._ring_name = ""
+        self._ring_name = ring_name
         self._rings_before = ring_files()
         self.child = Child([PYTHON, "-m", program, *argv], dict(env or {}), "gateway")
 
@@ -78,8 +83,8 @@ class Gateway:
         argv = [f"--listen={address}", f"--card={card}", f"--ring-name={ring_name}"]
         argv += [f"--card-option={name}={value}" for name, value in (card_options or {}).items()]
         argv += [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        gateway = cls(argv, env, program)
-        gateway.address, gateway._ring_name = address, ring_name
+        gateway = cls(argv, env, ring_name=ring_name, program=program)
+        gateway.address = address
         try:
             gateway.wait_ready(SERVING)
         except BaseException:

@@ -1,0 +1,12 @@
+"""Ring to pages: GB/s and share of the link, by every way and by the planner.
+
+python -m benchmarks.scatter [--out DIR] [--quick]
+"""
+
+from benchmarks._copies import main
+
+CODE = ("adp_kv/kernels", "adp_kv/transfer")
+TARGETS = {"contiguous": 0.95, "strided": 0.90, "random": 0.92}
+
+if __name__ == "__main__":
+    main("scatter", __doc__, TARGETS, to_device=True)

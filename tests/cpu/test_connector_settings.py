@@ -1,0 +1,58 @@
+"""kv_connector_extra_config: defaults, and which setting is at fault."""
+
+import pytest
+
+from adp_kv.config import HELP, ConnectorSettings, connector_settings, hash_seed
+from adp_kv.errors import ConfigError
+
+
+def test_empty_config_is_the_defaults():
+    assert connector_settings({}) == ConnectorSettings()
+    assert set(HELP) == set(ConnectorSettings.__struct_fields__)
+
+
+def test_given_settings_are_taken():
+    found = connector_settings(
+        {"gateway": "ipc:///run/s", "chunk_size": 512, "save": False, "load_timeout_s": 3}
+    )
+    assert (found.gateway, found.chunk_size, found.save) == ("ipc:///run/s", 512, False)
+    assert found.load_timeout_s == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gateway", "127.0.0.1:5557"),
+        ("gateway", "tcp://host"),
+        ("gateway", 5557),
+        ("chunk_size", -1),
+        ("chunk_size", "256"),
+        ("key_namespace", 7),
+        ("save", "yes"),
+        ("load_mode", "sometimes"),
+        ("nvlink_fanout", True),
+        ("lookup_timeout_s", 0),
+        ("load_timeout_s", -1.0),
+        ("save_timeout_s", float("nan")),
+        ("gateway_timeout_s", "5s"),
+        ("connect_timeout_s", None),
+        ("max_pending_save_bytes", 0),
+        ("staging_bytes", 0),
+        ("staging_bytes", 1.5),
+    ],
+)
+def test_wrong_value_names_the_setting(name, value):
+    with pytest.raises(ConfigError, match=name):
+        connector_settings({name: value})
+
+
+def test_unknown_setting_is_named_with_those_that_exist():
+    with pytest.raises(ConfigError, match=r"'chunksize'.*chunk_size"):
+        connector_settings({"chunksize": 256})
+
+
+def test_hash_seed_is_the_environment_s(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert hash_seed() == "7"
+    monkeypatch.delenv("PYTHONHASHSEED")
+    assert hash_seed() is None
