@@ -22,7 +22,7 @@ from tests.support.engine import Completion, Engine
 from tests.support.process import ChildError
 
 CHUNK = 256
-LENGTHS = (2049, 2200, 3001)
+LENGTHS = (2049, 2056, 3081)  # a few tokens beyond whole chunks: see live()
 MAX_TOKENS = 16
 CARD = {"capacity_bytes": "512MiB", "num_databases": 4}
 WARM_UP = prompt(999, 300)
@@ -35,6 +35,7 @@ class Life:
     device: str = ""
     start_s: float = 0.0
     completions: list[Completion] = field(default_factory=list)
+    again: list[Completion] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
 
 
@@ -47,7 +48,11 @@ _BEGAN = time.monotonic()
 
 
 def live(deployment: Deployment, model: str, prompts: list[list[int]]) -> Life:
-    """Start an engine, run the prompts one after the other, kill engine and gateway."""
+    """Start an engine, run the prompts one after the other, kill engine and gateway.
+
+    In the first life each prompt runs once more, now hit in the engine's own prefix cache as
+    far as it will be hit on the card: in bf16 only runs of the same shape say the same tokens.
+    """
     with Engine() as engine:
         facts = engine.start(model, deployment.connector(chunk_size=CHUNK), max_model_len=4096)
         life = Life(facts["device"], facts["start_s"])
@@ -57,6 +62,8 @@ def live(deployment: Deployment, model: str, prompts: list[list[int]]) -> Life:
         for tokens in prompts:
             (done,) = engine.generate([tokens], max_tokens=MAX_TOKENS)
             life.completions.append(done)
+            if not done.num_cached_tokens:
+                life.again += engine.generate([tokens], max_tokens=MAX_TOKENS)
             say(
                 f"  prompt of {len(tokens)} tokens: {done.num_cached_tokens} from the card, first "
                 f"token after {1000 * (done.ttft_s or 0):.0f} ms"
@@ -93,8 +100,9 @@ def report(prompts: list[list[int]], cold: Life, warm: Life) -> int:
     """Print the table; return 0 if every token is the same and every hit is complete."""
     print("\nprompt   hit   expected   first token cold   restored   same tokens")
     good = True
-    for tokens, first, again in zip(prompts, cold.completions, warm.completions, strict=True):
-        same = first.token_ids == again.token_ids
+    rows = zip(prompts, cold.completions, cold.again, warm.completions, strict=True)
+    for tokens, first, local, again in rows:
+        same = local.token_ids == again.token_ids
         hit, expected = again.num_cached_tokens or 0, expected_hit(len(tokens), CHUNK)
         good &= same and hit == expected > 0 and not first.num_cached_tokens
         cold_ms, warm_ms = 1000 * (first.ttft_s or 0), 1000 * (again.ttft_s or 0)
