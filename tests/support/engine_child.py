@@ -68,9 +68,11 @@ class Session:
     def _drain(self) -> None:
         """Step a core in this process until its connector is idle, as a core of its own does."""
         client = self.llm.llm_engine.engine_core
-        core = getattr(client, "engine_core", None)
+        core: Any = getattr(client, "engine_core", None)
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
-        while getattr(core, "scheduler", None) is not None and core.scheduler.has_requests():
+        if not hasattr(core, "scheduler"):
+            return
+        while core.scheduler.has_requests():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the connector is not idle after {DRAIN_TIMEOUT_S:g} s")
             client.get_output()
