@@ -70,7 +70,9 @@ class Session:
         client = self.llm.llm_engine.engine_core
         core: Any = getattr(client, "engine_core", None)
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
-        while getattr(core, "scheduler", None) is not None and core.scheduler.has_requests():
+        if not hasattr(core, "scheduler"):
+            return
+        while core.scheduler.has_requests():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the connector is not idle after {DRAIN_TIMEOUT_S:g} s")
             client.get_output()

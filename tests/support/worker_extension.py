@@ -92,4 +92,5 @@ class WorkerExtension:
 
     def adp_off(self) -> str | None:
         """Return why the external cache is off on this rank, None if it is on."""
-        return _client().off_reason
+        reason: str | None = _client().off_reason
+        return reason
