@@ -43,5 +43,4 @@ def test_two_ranks_restore_their_slices(model, tmp_path):
             engine.rpc("adp_zero_restores", True)
             (zeroed,) = engine.generate(PROMPTS[:1], max_tokens=MAX_TOKENS)
             assert zeroed.token_ids != local[0].token_ids, "the restored bytes are not seen"
-            engine.shutdown()
         deployment.gateway.stop()
