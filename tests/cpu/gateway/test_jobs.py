@@ -1,5 +1,7 @@
 """Jobs: when a chunk counts as stored, and when it never does."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -255,6 +257,8 @@ def test_slow_write_is_waited_for_before_the_ring_goes():
         mapping = serving.server._engine._ring.mapping
         ranks[0].close("bye")
         wait_until(lambda: serving.server._engine.ended is not None, 5, "the session has ended")
+        time.sleep(0.25)  # two ticks
+        assert serving.server._store.num_inflight == 1
         assert mapping.data is not None  # still mapped: raises RingError when it is closed
         (fresh,) = serving.join(replicated(1, 1), engine="next")
         with pytest.raises(Exception, match="closed"):
