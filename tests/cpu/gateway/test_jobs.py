@@ -185,6 +185,19 @@ def test_failed_read_withdraws_commit(status, delay_s):
         assert counters["objects_read"] == 10 - missed
 
 
+def test_missed_chunk_named_twice_is_withdrawn():
+    chunks = random_chunks(2)
+    card = FaultyCard(memory_card())
+    with Serving(card) as serving:
+        (rank,) = serving.join(replicated(1, 1))
+        store([rank], chunks)
+        card.faults = [Fault(Status.ABSENT, {Op.READ})]
+        assert set(get([rank], 5, chunks[[0, 1, 0]], [0])[0].status.values()) == {Status.ABSENT}
+        card.faults = []
+        assert rank.lookup(chunks) == [False, False]
+        assert rank.stats()["commits_withdrawn"] == 2
+
+
 def test_late_answers_of_many_gets_find_their_request():
     chunks = random_chunks(24)
     card = FaultyCard(memory_card(copy_threads=2))
