@@ -65,6 +65,10 @@ class AdpConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
         meta = self._connector_metadata
         return meta if isinstance(meta, AdpMetadata) else None
 
+    def _is_idle(self) -> bool:
+        meta = self._meta()
+        return meta is not None and meta.idle
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the caches; waits for the gateway and the other ranks."""
         self.worker.register(kv_caches, self._vllm_config, self._config)
@@ -100,13 +104,13 @@ class AdpConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return requests whose asynchronous restore has ended (vLLM 0.25 to 0.29)."""
         del finished_req_ids
-        done, _ = self.worker.finished_restores()
+        done, _ = self.worker.finished_restores(idle=self._is_idle())
         return None, done or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return ended and failed asynchronous restores (vLLM 0.30 and later)."""
         del finished_req_ids
-        done, failed = self.worker.finished_restores()
+        done, failed = self.worker.finished_restores(idle=self._is_idle())
         results = vllm_base.KVConnectorTransferResults
         return results(finished_sending=set(), finished_recving=done, failed_recving=failed)
 

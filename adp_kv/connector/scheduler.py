@@ -4,11 +4,13 @@
     step computed ─► full chunks not yet stored ─► metadata, blocks pinned ─► ranks report
 
 Threads: vLLM's scheduler calls everything here; the lookup client has its own thread.
-Nothing blocks. Failure scope: without an answer there is no hit; when a rank or the
+Nothing blocks, but for a step in which nothing computes while an answer is awaited:
+vLLM would spin, and the client's threads need the interpreter and, on small machines,
+the core. Failure scope: without an answer there is no hit; when a rank or the
 gateway is gone there are neither hits nor saves any more.
 
-Pins: a block that a save reads is touched in vLLM's block pool until every rank has
-copied it, so neither the end of its request nor preemption can give it away.
+Pins: a block that a save reads is touched in vLLM's block pool from its selection until
+every rank has copied it, so neither the end of its request nor preemption can give it away.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from adp_kv.wire.messages import PROTOCOL_VERSION, Hello
 log = logging.getLogger("adp_kv")
 
 MAX_KNOWN_CHUNKS = 1 << 20
+IDLE_WAIT_S = 0.002
+SETTLE_S = 2.0
 NORMAL_ENDS = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
 
 
@@ -120,6 +124,7 @@ class SchedulerSide:
         self._namespace: bytes | None = None
         self._repeatable: bool | None = None
         self._ranks_off = False
+        self._awaits_answer = False
         self.counts: dict[str, int] = {}
         hello = Hello(
             version=PROTOCOL_VERSION,
@@ -135,6 +140,9 @@ class SchedulerSide:
             hello, engine.address, settings.gateway_timeout_s, settings.connect_timeout_s
         )
         self.client.start()
+        # The ranks have joined, or given up: the Welcome comes at once, and the first
+        # request need not wait for it.
+        self.client.wait_settled(SETTLE_S)
 
     def bind_pool(self, pool: Any) -> None:
         """Take vLLM's block pool, for pins."""
@@ -212,10 +220,12 @@ class SchedulerSide:
             return 0, False
         if not self._ready():
             joining = self.client.welcome is None and not self.off
-            return (None if joining and time.monotonic() < state.ready_by else 0), False
+            self._awaits_answer = joining and time.monotonic() < state.ready_by
+            return (None if self._awaits_answer else 0), False
         if state.lookup is None:
             self._ask(state)
         if state.lookup is not None and state.lookup.stored is None and not state.lookup.expired:
+            self._awaits_answer = True
             return None, False
         hit = self._hit_tokens(state, request.num_tokens)
         external = max(0, hit - num_computed)
@@ -265,6 +275,10 @@ class SchedulerSide:
     def build_meta(self, output: Any) -> AdpMetadata:
         """Return the step's work for the ranks; called once a step."""
         self._step += 1
+        idle = output.total_num_scheduled_tokens == 0
+        if idle and self._awaits_answer:
+            self.client.wait_news(IDLE_WAIT_S)
+        self._awaits_answer = False
         self._follow_blocks(output)
         if self._settings.save and self._ready():
             for request_id, num_scheduled in output.num_scheduled_tokens.items():
@@ -277,7 +291,7 @@ class SchedulerSide:
             self._pin(save)
         return AdpMetadata(
             step=self._step,
-            idle=not output.total_num_scheduled_tokens,
+            idle=idle,
             acknowledged_failure=self._acknowledged_failure,
             restore=self._restore.take(),
             async_restore=self._async_restore.take(),
@@ -317,12 +331,14 @@ class SchedulerSide:
                 continue
             blocks = state.blocks[i * per_chunk : (i + 1) * per_chunk]
             self._remember(key)
+            # Now, not with the step's metadata: a request that has ended gives its blocks
+            # away before the next step is built.
+            self._pool.touch([self._pool.blocks[block] for block in blocks])
             self._save.add(state.keys[i], blocks, state.request.request_id)
         state.next_chunk = max(state.next_chunk, full)
 
     def _pin(self, save: Chunks) -> None:
         blocks = [self._pool.blocks[b] for b in save.blocks.reshape(-1).tolist()]
-        self._pool.touch(blocks)
         self._pins[self._step] = Pin(blocks, save.keys, self._engine.world_size)
 
     def _unpin(self, step: int, num_ranks: int) -> None:
@@ -352,7 +368,7 @@ class SchedulerSide:
             self._states[request_id].failed = True
         if report.off and not self._ranks_off:
             self._ranks_off = True
-            log.error("%s: a worker rank has turned it off", OFF_MESSAGE)
+            log.warning("no more lookups and saves: a worker rank has turned the cache off")
 
     def on_finished(self, request: Any) -> None:
         """Forget a request; chunks it filled with its last tokens are saved in the next step."""

@@ -47,6 +47,7 @@ log = logging.getLogger("adp_kv")
 
 LAYERWISE_SAVE_BYTES = 1 * MiB
 """Below this much a layer, a put a layer costs more than it overlaps: one put a step."""
+IDLE_WAIT_S = 0.002
 
 
 @dataclass(slots=True)
@@ -266,8 +267,15 @@ class WorkerSide:
 
     # Reports
 
-    def finished_restores(self) -> tuple[set[str], set[str]]:
-        """Return requests whose asynchronous restore has ended, and those that failed."""
+    def finished_restores(self, *, idle: bool = False) -> tuple[set[str], set[str]]:
+        """Return requests whose asynchronous restore has ended, and those that failed.
+
+        A step in which nothing computes waits a moment here: vLLM spins through such steps,
+        and the client's thread needs the interpreter and, on small machines, the core.
+        """
+        unfinished = [restore.job for restore in self._async] or self._saves
+        if idle and unfinished:
+            unfinished[0].wait_finished(IDLE_WAIT_S)
         done: set[str] = set()
         failed: set[str] = set()
         waiting = []

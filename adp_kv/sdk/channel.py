@@ -158,6 +158,9 @@ class Channel:
     def heartbeat(self) -> float:
         """Ping when it is time; return seconds until this must be called again.
 
+        Only time in which this thread could have heard an answer counts as silence: a thread
+        that was itself held up, for however long, looks again before it gives up.
+
         Raises:
             GatewayError: A ping was not answered for longer than timeout_s.
         """

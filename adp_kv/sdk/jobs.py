@@ -133,6 +133,11 @@ class Job:
                 return self._num_unfinished == 0
             return all(_ended(t) for p in self._progress.values() for t in p.tickets)
 
+    def wait_finished(self, timeout_s: float) -> None:
+        """Return when the job is finished or abandoned, or after timeout_s."""
+        with self.lock:
+            self.lock.wait_for(lambda: self.abandoned or self._num_unfinished == 0, timeout_s)
+
     @property
     def failed_chunks(self) -> NDArray[np.bool_]:
         """Which chunks were not moved whole: bool [n]."""

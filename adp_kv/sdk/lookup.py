@@ -7,6 +7,7 @@ gateway that is gone turns lookups off.
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 
@@ -42,12 +43,15 @@ class LookupTicket:
 class LookupClient(ChannelLoop):
     """Asks the gateway which chunks are on the card."""
 
+    off_message = "External KV cache lookups turned off"  # a rank's own line is the rank's
+
     def __init__(
         self, hello: Hello, address: str, timeout_s: float, connect_timeout_s: float
     ) -> None:
         super().__init__(hello, address, timeout_s, connect_timeout_s)
         self._tickets: dict[int, LookupTicket] = {}
         self._next_request = 1
+        self._news = threading.Event()
 
     def ask(self, chunks: KeyArray, timeout_s: float) -> LookupTicket:
         """Ask about chunks; poll the ticket's `stored`."""
@@ -55,6 +59,11 @@ class LookupClient(ChannelLoop):
         packed = pack_keys(chunks)
         self.call(lambda: self._send(ticket, packed))
         return ticket
+
+    def wait_news(self, timeout_s: float) -> None:
+        """Return when an answer, the Welcome or the end has come since the last call."""
+        self._news.wait(timeout_s)
+        self._news.clear()
 
     def _send(self, ticket: LookupTicket, packed: bytes) -> None:
         request = self._next_request
@@ -69,9 +78,11 @@ class LookupClient(ChannelLoop):
         ticket = self._tickets.pop(message.request, None)
         if ticket is not None and len(message.stored) == ticket.num_chunks:
             ticket.stored = np.frombuffer(message.stored, dtype=np.bool_)
+            self._news.set()
 
     def on_welcome(self, welcome: Welcome) -> None:
         """Nothing to prepare."""
+        self._news.set()
 
     def on_turn(self) -> float:
         """Forget tickets that nobody waits for any more."""
@@ -82,6 +93,7 @@ class LookupClient(ChannelLoop):
     def on_off(self, reason: str) -> None:
         """Leave tickets unanswered: they expire."""
         self._tickets.clear()
+        self._news.set()
 
     def on_exit(self) -> None:
         """Nothing is owned."""

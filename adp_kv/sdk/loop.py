@@ -29,13 +29,15 @@ JOIN_TIMEOUT_S = 5.0
 
 
 class ChannelLoop(ABC):
-    """Base of the SDK's clients.
+    """Base of the SDK's clients; off_message begins the line that says it went off.
 
     Args:
         hello: who this is; sent until the gateway welcomes the engine.
         address, timeout_s: of the channel.
         connect_timeout_s: how long to wait for the Welcome.
     """
+
+    off_message = OFF_MESSAGE
 
     def __init__(
         self, hello: Hello, address: str, timeout_s: float, connect_timeout_s: float
@@ -71,9 +73,10 @@ class ChannelLoop(ABC):
         """Start the thread; it connects in the background."""
         self._thread.start()
 
-    def wait_settled(self) -> bool:
-        """Wait until connected or off (at most the connect time-out); return whether connected."""
-        self._settled.wait(self._connect_timeout_s + JOIN_TIMEOUT_S)
+    def wait_settled(self, timeout_s: float | None = None) -> bool:
+        """Wait until connected or off (by default the connect time-out); return if connected."""
+        limit_s = self._connect_timeout_s + JOIN_TIMEOUT_S
+        self._settled.wait(limit_s if timeout_s is None else timeout_s)
         return self.welcome is not None and not self.off
 
     def call(self, function: Callable[[], None]) -> None:
@@ -129,7 +132,7 @@ class ChannelLoop(ABC):
             return
         self.off_reason = reason
         if not self._stopping:
-            log.error("%s: %s", OFF_MESSAGE, reason)
+            log.error("%s: %s", self.off_message, reason)
         self.on_off(reason)
 
     def close(self) -> None:

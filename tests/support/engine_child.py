@@ -6,6 +6,8 @@ Environment that depends on the device is set here, before vLLM is imported.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import sys
@@ -15,6 +17,9 @@ from typing import Any, TextIO
 
 from tests.support import device
 
+WORKER_EXTENSION = "tests.support.worker_extension.WorkerExtension"
+DRAIN_TIMEOUT_S = 30.0
+
 
 class Session:
     """One engine and the operations a test may ask for."""
@@ -23,12 +28,14 @@ class Session:
         self.llm: Any = None
 
     def start(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Build the engine."""
+        """Build the engine; one that runs already is ended first."""
+        self.shutdown()
         given = request["engine_args"]
         kind = device.find_device()
         device.set_environment(kind, given.get("tensor_parallel_size", 1))
         given.setdefault("disable_log_stats", False)  # carries the time to the first token
         engine_args = device.engine_args(kind, request["model_args"], given)
+        engine_args.setdefault("worker_extension_cls", WORKER_EXTENSION)
         began = time.monotonic()
         import vllm  # not before the environment is set
 
@@ -43,7 +50,7 @@ class Session:
 
         sampling = dict(request["sampling"])
         if request["logprobs"]:
-            sampling["logprobs"] = 0  # the chosen token's alone
+            sampling["logprobs"] = 2
         prompts: list[dict[str, Any]] = [{"prompt_token_ids": p} for p in request["prompts"]]
         if request["cache_salt"] is not None:
             for prompt in prompts:
@@ -55,7 +62,29 @@ class Session:
             adapter = request["lora"]
             extra["lora_request"] = LoRARequest(adapter["name"], adapter["number"], adapter["path"])
         outputs = self.llm.generate(prompts, SamplingParams(**sampling), use_tqdm=False, **extra)
+        self._drain()
         return {"completions": [describe(output) for output in outputs]}
+
+    def _drain(self) -> None:
+        """Step a core in this process until its connector is idle, as a core of its own does."""
+        client = self.llm.llm_engine.engine_core
+        core = getattr(client, "engine_core", None)
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        while getattr(core, "scheduler", None) is not None and core.scheduler.has_requests():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the connector is not idle after {DRAIN_TIMEOUT_S:g} s")
+            client.get_output()
+
+    def rpc(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Call a method of the worker extension on every rank."""
+        return {"results": self.llm.collective_rpc(request["method"], args=tuple(request["args"]))}
+
+    def config(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return a value of vLLM's resolved configuration by its dotted path, as text."""
+        value: Any = self.llm.llm_engine.vllm_config
+        for name in request["path"].split("."):
+            value = getattr(value, name)
+        return {"value": str(getattr(value, "name", value))}
 
     def reset_prefix_cache(self, _request: dict[str, Any]) -> dict[str, Any]:
         """Forget the local prefix cache."""
@@ -72,8 +101,19 @@ class Session:
 
     def shutdown(self) -> None:
         """End the engine as LLM's own destructor would, but at a known time."""
-        if self.llm is not None:
-            self.llm.llm_engine.engine_core.shutdown()
+        if "vllm" not in sys.modules:
+            return
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        gc.collect()  # what a failed start left
+        with contextlib.suppress(AssertionError):
+            kv_transfer_state.ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
 
 
 def describe(output: Any) -> dict[str, Any]:
@@ -81,11 +121,15 @@ def describe(output: Any) -> dict[str, Any]:
     first = output.outputs[0]
     tokens = list(first.token_ids)
     logprobs: list[float | None] = [None] * len(tokens)
+    margin = None
     if first.logprobs is not None:
+        best = [sorted((e.logprob for e in row.values()), reverse=True) for row in first.logprobs]
+        margin = min((row[0] - row[1] for row in best), default=None)
         logprobs = [row[token].logprob for token, row in zip(tokens, first.logprobs, strict=True)]
     return {
         "token_ids": tokens,
         "logprobs": logprobs,
+        "margin": margin,
         "num_cached_tokens": output.num_cached_tokens,
         "ttft_s": getattr(output.metrics, "first_token_latency", None),
         "finish_reason": first.finish_reason,

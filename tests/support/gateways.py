@@ -9,6 +9,7 @@ with Gateway.serve(card="memory", shared_memory_size="64MiB") as gateway:
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from adp_kv.errors import GatewayError
+from adp_kv.sdk.channel import Channel
+from adp_kv.wire.messages import StatsReply, StatsRequest
 from tests.support.process import PYTHON, SHM, Child, free_port, wait_until
 
 RING_PREFIX = "adp_kv"
@@ -36,6 +40,7 @@ class Gateway:
         argv: what follows `python -m gateway`.
         env: added to the child's environment.
         ring_name: as argv has it, so that rings() sees this gateway's files alone.
+        program: the module to run; tests.support.faulty_gateway has a card that fails.
     """
 
     def __init__(
@@ -44,11 +49,12 @@ class Gateway:
         env: Mapping[str, str] | None = None,
         *,
         ring_name: str = "",
+        program: str = "gateway",
     ) -> None:
         self.address = ""
         self._ring_name = ring_name
         self._rings_before = ring_files()
-        self.child = Child([PYTHON, "-m", "gateway", *argv], dict(env or {}), "gateway")
+        self.child = Child([PYTHON, "-m", program, *argv], dict(env or {}), "gateway")
 
     @classmethod
     def serve(
@@ -58,6 +64,7 @@ class Gateway:
         address: str | None = None,
         *,
         env: Mapping[str, str] | None = None,
+        program: str = "gateway",
         **settings: object,
     ) -> Self:
         """Start a gateway and wait until it serves.
@@ -68,6 +75,7 @@ class Gateway:
             address: where to listen; a free port of the loopback interface by default. Give
                 the address of a gateway that is gone to restart it in its place.
             env: added to the child's environment.
+            program: as for the class.
             settings: the gateway's other settings, by name.
         """
         address = address or f"tcp://127.0.0.1:{free_port()}"
@@ -75,7 +83,7 @@ class Gateway:
         argv = [f"--listen={address}", f"--card={card}", f"--ring-name={ring_name}"]
         argv += [f"--card-option={name}={value}" for name, value in (card_options or {}).items()]
         argv += [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        gateway = cls(argv, env, ring_name=ring_name)
+        gateway = cls(argv, env, ring_name=ring_name, program=program)
         gateway.address = address
         try:
             gateway.wait_ready(SERVING)
@@ -118,6 +126,26 @@ class Gateway:
             if not self.child.alive() or time.monotonic() > deadline:
                 raise self.child.fail(f"not ready within {timeout_s:g} s ({ready})")
             time.sleep(_POLL_S)
+
+    def counters(self, timeout_s: float = 10.0) -> dict[str, int]:
+        """Return its counters (StatsReply) since its start.
+
+        Raises:
+            ChildError: No answer in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        with Channel(self.address, timeout_s) as channel:
+            asked = False
+            while time.monotonic() < deadline:
+                if not asked:
+                    with contextlib.suppress(GatewayError):
+                        channel.send(StatsRequest())
+                        asked = True
+                channel.wait(_POLL_S)
+                message = channel.receive()
+                if isinstance(message, StatsReply):
+                    return message.counters
+        raise self.child.fail(f"no counters within {timeout_s:g} s")
 
     def log(self) -> str:
         """Return what it has printed so far."""

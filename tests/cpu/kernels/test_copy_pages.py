@@ -2,14 +2,16 @@
 
 import numpy as np
 import pytest
+import torch
+import triton
 
-torch = pytest.importorskip("torch")
-triton = pytest.importorskip("triton")
-from adp_kv.kernels.alignment import common_alignment  # noqa: E402
-from adp_kv.kernels.launch import copy_pages  # noqa: E402
+from adp_kv.kernels.alignment import common_alignment
+from adp_kv.kernels.launch import copy_pages
 
 pytestmark = [
-    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.skipif(
+        not triton.knobs.runtime.interpret, reason="on a GPU tests/gpu/kernels runs the kernel"
+    ),
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning:triton"),
 ]
 GUARD = 0xA5

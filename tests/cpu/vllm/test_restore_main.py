@@ -1,0 +1,145 @@
+"""Store, kill -9 of engine and gateway, restore: the same tokens and log-probabilities.
+
+Each case has one story, told once by a fixture and judged by several tests:
+
+    first life   every prompt computed and stored; one restored again in the other load mode
+    kill -9      of both
+    second life  the same prompts, restored; then zeros in place of the restored bytes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.support.deployment import Deployment, expected_hit, prompt
+from tests.support.engine import Completion, Engine
+
+pytestmark = pytest.mark.vllm
+
+CHUNK = 256
+SHARED = prompt(7, 3 * CHUNK + 100)
+PROMPTS = {
+    "several chunks and a rest": prompt(1, 4 * CHUNK + 76),
+    "exactly k chunks": prompt(2, 3 * CHUNK),
+    "k chunks and a token": prompt(3, 3 * CHUNK + 1),
+    "one token short of a chunk": prompt(4, CHUNK - 1),
+    "local hit ends in mid-chunk": SHARED,
+}
+MAX_TOKENS = 12
+LOGPROB_TOLERANCE = 1e-4  # fp32, other matrix shapes
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run an engine; `other_mode` is tried within the first life."""
+
+    model: str
+    separate_core: bool = False
+    tp: int = 1
+    mode: str = "auto"
+    other_mode: str = "async"
+    local_hits: bool = True
+
+
+CASES = {
+    "llama": Case("llama", separate_core=True),
+    "mla": Case("mla", local_hits=False),
+    "llama-tp2": Case("llama", separate_core=True, tp=2, mode="async", other_mode="auto"),
+}
+
+
+@dataclass
+class Story:
+    """What came out."""
+
+    case: Case
+    cold: dict[str, Completion] = field(default_factory=dict)
+    other_mode: Completion | None = None
+    restored: dict[str, Completion] = field(default_factory=dict)
+    zeroed: Completion | None = None
+    counters: dict[str, int] = field(default_factory=dict)
+    rank_counts: list[dict[str, int]] = field(default_factory=list)
+
+
+def _start(engine: Engine, case: Case, deployment: Deployment, mode: str) -> None:
+    args = {"tensor_parallel_size": case.tp} if case.tp > 1 else {}
+    engine.start(case.model, deployment.connector(chunk_size=CHUNK, load_mode=mode), **args)
+
+
+def _one(engine: Engine, tokens: list[int]) -> Completion:
+    (done,) = engine.generate([tokens], max_tokens=MAX_TOKENS, logprobs=True)
+    return done
+
+
+def _first_life(case: Case, deployment: Deployment, story: Story) -> None:
+    with Engine(separate_core=case.separate_core) as engine:
+        _start(engine, case, deployment, case.other_mode)
+        story.cold = {name: _one(engine, tokens) for name, tokens in PROMPTS.items()}
+        deployment.wait_committed(sum(len(tokens) // CHUNK for tokens in PROMPTS.values()))
+        engine.reset_prefix_cache()
+        story.other_mode = _one(engine, PROMPTS["several chunks and a rest"])
+        deployment.kill9(engine)
+
+
+def _second_life(case: Case, deployment: Deployment, story: Story) -> None:
+    with Engine(separate_core=case.separate_core) as engine:
+        _start(engine, case, deployment, case.mode)
+        # Half of chunk 1 becomes a local hit; its other half must come from the card.
+        _one(engine, SHARED[: CHUNK + CHUNK // 2 + 1])
+        story.restored = {name: _one(engine, tokens) for name, tokens in PROMPTS.items()}
+        story.counters = deployment.counters()
+        story.rank_counts = engine.rpc("adp_counts")
+        engine.reset_prefix_cache()
+        engine.rpc("adp_zero_restores", True)
+        story.zeroed = _one(engine, PROMPTS["several chunks and a rest"])
+        engine.shutdown()
+
+
+@pytest.fixture(scope="module", params=CASES, ids=list(CASES))
+def story(request, tmp_path_factory):
+    case = CASES[request.param]
+    told = Story(case)
+    with Deployment(tmp_path_factory.mktemp("restore")) as deployment:
+        _first_life(case, deployment, told)
+        deployment.restart()
+        _second_life(case, deployment, told)
+        deployment.gateway.stop()
+    return told
+
+
+def _assert_same(got: Completion, want: Completion) -> None:
+    assert got.token_ids == want.token_ids
+    assert got.logprobs == pytest.approx(want.logprobs, abs=LOGPROB_TOLERANCE)
+
+
+def test_first_life_hits_nothing(story):
+    assert [done.num_cached_tokens for done in story.cold.values()] == [0] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_restored_prompt_says_the_same(story, name):
+    _assert_same(story.restored[name], story.cold[name])
+    assert story.restored[name].num_cached_tokens == expected_hit(len(PROMPTS[name]), CHUNK)
+
+
+def test_other_load_mode_says_the_same(story):
+    name = "several chunks and a rest"
+    _assert_same(story.other_mode, story.cold[name])
+    assert story.other_mode.num_cached_tokens == expected_hit(len(PROMPTS[name]), CHUNK)
+
+
+def test_zeros_in_place_of_restored_bytes_change_the_tokens(story):
+    name = "several chunks and a rest"
+    assert story.zeroed.num_cached_tokens == expected_hit(len(PROMPTS[name]), CHUNK)
+    assert story.zeroed.token_ids != story.cold[name].token_ids, "the restored bytes are not seen"
+
+
+def test_bytes_read_are_those_of_the_hits(story):
+    """Nothing is read twice, nothing is missing, and every rank copies its own share."""
+    assert story.counters.get("objects_missed", 0) == 0
+    restored = [counts["bytes_restored"] for counts in story.rank_counts]
+    assert len(restored) == story.case.tp
+    assert sum(restored) == story.counters["bytes_read"]
+    assert len(set(restored)) == 1

@@ -1,0 +1,129 @@
+"""The scheduler side by itself, on stand-ins for vLLM's scheduler: what no CPU engine shows.
+
+With asynchronous scheduling, which vLLM has only on devices, a step is scheduled before the
+token that fills its last chunk is known.
+"""
+
+import importlib
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from adp_kv.config import ConnectorSettings
+
+pytestmark = pytest.mark.vllm
+
+CHUNK = 64
+
+
+class Client:
+    """A lookup client whose gateway has nothing."""
+
+    off = False
+    welcome = SimpleNamespace(geometry=bytes(16))
+
+    def __init__(self, *_args):
+        pass
+
+    def start(self):
+        pass
+
+    def wait_settled(self, timeout_s):
+        pass
+
+    def wait_news(self, timeout_s):
+        pass
+
+    def ask(self, chunks, timeout_s):
+        return None
+
+    def close(self):
+        pass
+
+
+class Pool:
+    """vLLM's block pool, as far as pins see it."""
+
+    def __init__(self, num_blocks):
+        self.blocks = [SimpleNamespace(block_id=i, ref_cnt=0) for i in range(num_blocks)]
+
+    def touch(self, blocks):
+        for block in blocks:
+            block.ref_cnt += 1
+
+    def free_blocks(self, blocks):
+        for block in blocks:
+            block.ref_cnt -= 1
+
+
+@pytest.fixture(scope="module")
+def module():
+    with warnings.catch_warnings():  # vLLM's and torch's own
+        warnings.simplefilter("ignore")
+        return importlib.import_module("adp_kv.connector.scheduler")
+
+
+@pytest.fixture
+def side(monkeypatch, module):
+    monkeypatch.setattr(module, "LookupClient", Client)
+    monkeypatch.setattr(module, "hashes_repeatable", lambda: True)
+    monkeypatch.setattr(module, "root_hash", lambda: b"root")
+    engine = module.EngineView(
+        engine_id="e",
+        world_size=1,
+        tp_size=1,
+        block_tokens=32,
+        hash_tokens=32,
+        chunk_tokens=CHUNK,
+        bytes_per_block=1,
+        address="tcp://127.0.0.1:1",
+        async_loads=False,
+        facts={},
+    )
+    side = module.SchedulerSide(engine, ConnectorSettings(), b"n" * 16)
+    side.bind_pool(Pool(8))
+    return side
+
+
+def request_of(num_tokens, num_computed):
+    return SimpleNamespace(
+        request_id="r",
+        block_hashes=[bytes([i]) * 32 for i in range(num_tokens // 32)],
+        num_tokens=num_tokens,
+        num_computed_tokens=num_computed,
+        status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+        lora_request=None,
+    )
+
+
+def output_of(new=(), scheduled=None):
+    scheduled = scheduled or {}
+    return SimpleNamespace(
+        scheduled_new_reqs=list(new),
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set()
+        ),
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+    )
+
+
+def test_chunk_filled_by_the_last_token_is_pinned_before_its_blocks_are_freed(side, module):
+    request = request_of(CHUNK - 1, 0)
+    side.on_new_request(request)
+    new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=([3, 4],))
+    assert side.build_meta(output_of([new], {"r": CHUNK - 1})).save is None
+    request = request_of(CHUNK + 1, CHUNK)
+    side._states["r"].request = request  # it has grown
+    side.on_finished(request)
+    # Here vLLM frees the request's blocks, and gives them away in its next step.
+    pinned = [block.block_id for block in side._pool.blocks if block.ref_cnt]
+    assert pinned == [3, 4]
+    save = side.build_meta(output_of()).save
+    assert save.blocks.tolist() == [[3, 4]]
+    assert [block.ref_cnt for block in side._pool.blocks[3:5]] == [1, 1]
+    report = module.AdpWorkerMetadata(saved_steps={2: 1})
+    side.on_output(SimpleNamespace(kv_connector_worker_meta=report))
+    assert not any(block.ref_cnt for block in side._pool.blocks)
+    assert not side.has_pending_saves
