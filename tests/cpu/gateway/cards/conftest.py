@@ -1,9 +1,17 @@
 import pytest
-from support.cards import Driver, memory_card, slab_card
+from support.cards import Driver, memory_card, nvme_card, nvme_host, slab_card
 
 from gateway.cards.uring import probe
 
 needs_uring = pytest.mark.skipif(probe() is not None, reason=f"no io_uring here: {probe()}")
+
+
+def nvme(dialect, engine):
+    def make(path, num_databases=1):
+        return nvme_card(nvme_host(dialect, num_databases), io_engine=engine)
+
+    return pytest.param(make, id=f"nvme-{dialect}-{engine}")
+
 
 MAKERS = [
     pytest.param(lambda path, **c: memory_card(**c), id="memory"),
@@ -15,6 +23,7 @@ MAKERS = [
     ),
     pytest.param(lambda path, **c: slab_card(path, io_engine="threads", **c), id="slab-threads"),
     pytest.param(lambda path, **c: slab_card(path, checksums=False, **c), id="slab-unchecked"),
+    *(nvme(d, e) for d in ("standard", "block") for e in ("io_uring", "ioctl")),
 ]
 
 
