@@ -70,6 +70,7 @@ class SoftDevice:
         self.dialect = dialect
         self.values, self.commands, self.faults = {}, [], []
         self.bounced = 0
+        self._roomy = set()
         self._lock = threading.Lock()
         for name, value in changes.items():
             assert hasattr(self, name), name
@@ -144,6 +145,7 @@ class SoftDevice:
         return 0
 
     def _delete(self, key):
+        self._roomy.discard(key)
         gone = self.values.pop(key, None) is None
         return 0x87 if gone and self.fails_absent_delete else 0
 
@@ -155,9 +157,12 @@ class SoftDevice:
         if option & 1 and key not in self.values:
             return 0x87
         value = b"".join(ctypes.string_at(a, n) for a, n in pieces)[:size]
-        others = sum(_takes_room(v) for k, v in self.values.items() if k != key)
-        if _takes_room(value) and others >= self.slots:
-            return 0x81
+        if _takes_room(value):
+            if len(self._roomy - {key}) >= self.slots:
+                return 0x81
+            self._roomy.add(key)
+        else:
+            self._roomy.discard(key)
         self.values[key] = value
         return 0
 

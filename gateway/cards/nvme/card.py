@@ -64,6 +64,7 @@ PART_ROWS: Final = 64
 """Entries that go through the steps together."""
 
 _MILLISECONDS: Final = 1000
+_MIN_FRAMES: Final = 16  # parts under way, for many batches of a few entries
 _STOP_TIMEOUT_S: Final = 5.0
 _USAGE_INTERVAL_S: Final = 5.0
 _EXPECTED: Final = (0, Code.KEY_ABSENT, Code.KEY_EXISTS, Code.CAPACITY_EXCEEDED, -errno.ECANCELED)
@@ -153,7 +154,7 @@ class NvmeKvCard(Card):
             self._host, s.io_engine, (s.queue_depth, s.io_threads), (self._fds, probe)
         )
         depth = s.queue_depth if self._engine.name == "io_uring" else s.io_threads
-        self._frames = FramePool(max(2, ceil_div(2 * depth, PART_ROWS)), PART_ROWS)
+        self._frames = FramePool(max(_MIN_FRAMES, ceil_div(2 * depth, PART_ROWS)), PART_ROWS)
         self._workers = WorkerPool("adp-card-nvme", s.checker_threads)
         self._flows = Flows(
             self._builder,
