@@ -11,6 +11,8 @@ from gateway.cards.base import Batch, Op, Status
 from gateway.cards.memory import MemoryCard, MemorySettings
 from gateway.cards.nvme.card import NvmeKvCard
 from gateway.cards.nvme.settings import NvmeKvSettings
+from gateway.cards.resp.card import RespCard
+from gateway.cards.resp.settings import RespSettings
 from gateway.cards.slab import SlabCard
 from gateway.cards.slab_settings import SlabSettings
 
@@ -58,6 +60,10 @@ def nvme_card(host, **changes):
     dialect = next(iter(host.devices.values())).dialect
     settings = {"devices": tuple(host.devices), "dialect": dialect, "io_threads": 4}
     return NvmeKvCard(NvmeKvSettings(**(settings | changes)), host)
+
+
+def resp_card(*endpoints, **changes):
+    return RespCard(RespSettings(endpoints=endpoints, **changes))
 
 
 def random_keys(n, seed=0):
