@@ -30,9 +30,9 @@ import numpy as np
 from typing_extensions import override
 
 from adp_kv.errors import CardError
-from adp_kv.units import ceil_div
+from adp_kv.units import MiB, ceil_div
 from gateway.cards.base import Batch, Card, CardLimits, OnDone, Op, Status
-from gateway.cards.batches import PendingBatch, by_database, check_batch
+from gateway.cards.batches import PendingBatch, Rows, by_database, check_batch
 from gateway.cards.resp.connection import ConnectionLostError, ReplyError
 from gateway.cards.resp.exchanges import Part
 from gateway.cards.resp.lanes import Lanes
@@ -41,6 +41,7 @@ from gateway.cards.resp.settings import Endpoint, RespSettings
 _logger: Final = logging.getLogger(__name__)
 
 _MIN_ROWS: Final = 8  # fewer are not spread over connections
+_PIPELINE_BYTES: Final = 8 * MiB
 _STOP_TIMEOUT_S: Final = 5.0
 
 _REFUSALS: Final = {
@@ -121,13 +122,21 @@ class RespCard(Card):
         for database, rows in by_database(
             batch.databases, np.arange(len(batch.databases), dtype=np.int64)
         ):
-            share = ceil_div(len(rows), self._settings.connections)
-            size = min(max(share, _MIN_ROWS), self._settings.pipeline_rows)
+            size = self._part_rows(batch, rows)
             starts = range(0, len(rows), size)
             parts += [(database, Part(pending, rows[start : start + size])) for start in starts]
         pending.expect(len(parts) - 1)
         for database, part in parts:
             self._lanes[database].put(part)
+
+    def _part_rows(self, batch: Batch, rows: Rows) -> int:
+        """Return how many entries go through one pipeline."""
+        share = ceil_div(len(rows), self._settings.connections)
+        size = min(max(share, _MIN_ROWS), self._settings.pipeline_rows)
+        if batch.lengths is not None:  # the server holds the replies to a pipeline in memory
+            longest = min(int(batch.lengths[rows].max()), self._settings.max_value_bytes)
+            size = min(size, max(1, _PIPELINE_BYTES // max(1, longest)))
+        return size
 
     @override
     def stats(self) -> dict[str, int]:
@@ -149,9 +158,11 @@ class RespCard(Card):
             deadline = time.monotonic() + self._settings.close_timeout_s
             while self._outstanding and time.monotonic() < deadline:
                 self._state.wait(max(0.0, deadline - time.monotonic()))
-        # Each ends within its deadlines even if a server is silent; most at once.
-        if not all([lanes.stop(_STOP_TIMEOUT_S) for lanes in self._lanes]):  # noqa: C419 all of them
-            _logger.error("resp card: a connection did not end within %g s", _STOP_TIMEOUT_S)
+        # What is under way is aborted, but for connecting, which has its deadline.
+        timeout_s = self._settings.connect_timeout_s + _STOP_TIMEOUT_S
+        ended = [lanes.stop(timeout_s) for lanes in self._lanes]
+        if not all(ended):
+            _logger.error("resp card: a connection did not end within %g s", timeout_s)
         self._lanes = []
 
     def _ended(self, part: Part) -> None:

@@ -80,7 +80,7 @@ class RespSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ttl_s: seconds after which a value is gone; 0: never.
         max_value_bytes: the longest value.
         connections: to each endpoint.
-        pipeline_rows: entries asked for at once on a connection.
+        pipeline_rows: entries asked for at once on a connection, at most 8 MiB of values.
         connect_timeout_s: to connect and log in.
         io_timeout_s: for one pipeline of entries: IO_ERROR for those not answered.
         reconnect_s: how long a server that can't be reached is not tried again.
