@@ -9,6 +9,7 @@ from support.cards import Driver, nvme_card, nvme_host, random_keys
 from support.nvme_device import DELETE, EXIST, RETRIEVE, STORE
 
 from gateway.cards.base import Op, Status
+from gateway.cards.nvme.frames import FramePool
 
 OK, ABSENT, CORRUPT, IO_ERROR = Status.OK, Status.ABSENT, Status.CORRUPT, Status.IO_ERROR
 SIZES = [0, 1, 2, 3, 4, 4080, 4095, 4096, 4097, 131072, 258048, 262143]
@@ -216,6 +217,19 @@ def test_batch_of_many_parts_is_answered(driver, device):
     assert driver.run(Op.WRITE, keys, nowhere, nowhere) == [OK] * 1000
     assert driver.exist(keys) == [OK] * 1000
     assert driver.card.stats()["values"] == 1000
+
+
+def test_frames_are_shared_in_order():
+    pool, got = FramePool(1, 4), []
+    for name in "abc":
+        pool.take(lambda frame, name=name: got.append((name, frame)))
+    assert [name for name, _ in got] == ["a"]
+    pool.give_back(got[0][1])
+    assert [name for name, _ in got] == ["a", "b"]
+    pool.abandon()
+    assert got[2] == ("c", None)
+    pool.give_back(got[1][1])
+    assert len(got) == 3
 
 
 def test_close_answers_what_never_began(dialect):

@@ -219,6 +219,18 @@ def test_silent_server_fails_by_the_deadline(server, drive):
     assert (driver.arena.bytes == 0x77).all()
 
 
+def test_late_replies_answer_nobody_else(server, drive):
+    driver = drive(resp_card(server.unix, connections=1, io_timeout_s=0.4, **FAST))
+    keys = random_keys(8)
+    driver.write(keys[:4], [100] * 4)
+    server.signal(signal.SIGSTOP)
+    assert driver.exist(keys[:4]) == [IO_ERROR] * 4
+    token = driver.start(Op.EXIST, keys[4:])
+    time.sleep(0.1)
+    server.signal(signal.SIGCONT)
+    assert driver.wait(token).tolist() == [ABSENT] * 4
+
+
 def test_close_beside_a_silent_server_is_short(server):
     driver = Driver(resp_card(server.unix, close_timeout_s=0.1, io_timeout_s=60))
     keys = random_keys(40)
