@@ -10,6 +10,7 @@ from support.nvme_device import SoftDevice, SoftHost
 
 from adp_kv.errors import CardError, ConfigError
 from gateway.cards.base import Status
+from gateway.cards.nvme import check
 from gateway.cards.nvme.card import NvmeKvCard
 from gateway.cards.nvme.commands import COMMAND
 from gateway.cards.nvme.executors import UringExecutor, run_once
@@ -217,3 +218,21 @@ def test_setting_out_of_range_is_named(changes, message):
 def test_host_without_devices_is_empty():
     with pytest.raises(CardError, match="no such node"):
         nvme_card(SoftHost({PATH: SoftDevice()}), devices=("/dev/ng9n1",)).open(lambda *_: None)
+
+
+@pytest.mark.parametrize("dialect", ["standard", "block"])
+def test_check_passes_and_leaves_nothing(dialect, capsys):
+    host = nvme_host(dialect)
+    assert check.main(["--dialect", dialect, PATH], host) == 0
+    out = capsys.readouterr().out
+    assert out.count(" ok\n") == 7
+    assert host.devices[PATH].values == {}
+
+
+def test_check_tells_what_is_wrong(capsys):
+    host = nvme_host()
+    host.devices[PATH].lies = True
+    assert check.main([PATH], host) == 1
+    assert "retrieve: 16 of 16, first CORRUPT; retrieve: other bytes" in capsys.readouterr().out
+    assert check.main(["/dev/ng9n1"], host) == 2
+    assert "no such node" in capsys.readouterr().err
