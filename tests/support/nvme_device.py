@@ -121,7 +121,7 @@ class SoftDevice:
         if sum(n for _, n in pieces) > self.max_transfer or pages > self.max_segments:
             raise RefusedError(-errno.EINVAL)
         gaps = [(a | (b + n)) % PAGE for (b, n), (a, _) in itertools.pairwise(pieces)]
-        if any(gaps) or any((a | n) % 4 for a, n in pieces):
+        if any(gaps) or any((a | n) % 8 for a, n in pieces):
             self.bounced += 1
 
     def _run(self, opcode, key, size, option, pieces):

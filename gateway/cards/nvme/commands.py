@@ -112,7 +112,7 @@ DIALECTS: Final = MappingProxyType(
     {
         "standard": Dialect(
             name="standard",
-            transfer_bytes=4,
+            transfer_bytes=8,
             max_transfer_bytes=None,
             counts_blocks=False,
             names_command_set=False,
