@@ -52,6 +52,7 @@ class SoftDevice:
         faults: (opcode, result, count) lists; a result is given instead of running.
         before: called with (opcode, key) before a command runs, no lock held.
         lies: a RETRIEVE answers success and moves nothing.
+        refuses_short_buffers: a RETRIEVE of a longer value is an error instead of its start.
     """
 
     value_max = 512 * 1024
@@ -65,6 +66,7 @@ class SoftDevice:
     delay_s = 0.0
     before = None
     lies = False
+    refuses_short_buffers = False
 
     def __init__(self, dialect="standard", **changes):
         self.dialect = dialect
@@ -140,6 +142,7 @@ class SoftDevice:
     def _retrieve(self, key, size, pieces):
         if key not in self.values:
             return 0x87
+        _require(not self.refuses_short_buffers or len(self.values[key]) <= size, 0x85)
         if not self.lies:
             _scatter(pieces, self.values[key][:size])
         return 0

@@ -180,6 +180,8 @@ class Flows:
             here = status == Status.OK
             here[here] &= part.frame.is_ours(chosen[here], part.keys[chosen[here]])
             status[(status == Status.OK) & ~here] = Status.ABSENT
+            # Some devices refuse a buffer shorter than the value: then there is one.
+            status[codes(results) == Code.INVALID_VALUE_SIZE] = Status.OK
         part.status[chosen] = status
         again = functools.partial(self._ask, then=then)
         if not self._asked_again(part, chosen[status == Status.ABSENT], again):

@@ -59,7 +59,8 @@ def entry_status(results: NDArray[np.int32], *, reading: bool) -> StatusArray:
 
     Args:
         results: int32 [n], of commands.
-        reading: a value that the device lost is CORRUPT, not a failure of the command.
+        reading: a value that the device lost, or that does not fit the buffer of its expected
+            length, is CORRUPT, not a failure of the command.
     """
     found = codes(results)
     status = np.full(len(found), Status.IO_ERROR, dtype=np.uint8)
@@ -67,6 +68,8 @@ def entry_status(results: NDArray[np.int32], *, reading: bool) -> StatusArray:
         meaning = _STATUS.get(code, Status.IO_ERROR)
         if meaning is Status.CORRUPT and not reading:
             meaning = Status.IO_ERROR
+        elif meaning is Status.TOO_LARGE and reading:
+            meaning = Status.CORRUPT
         status[found == code] = meaning
     return status
 

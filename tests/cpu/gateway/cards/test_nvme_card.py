@@ -168,6 +168,16 @@ def test_delete_of_absent_is_absent_either_way(driver, device):
     assert driver.delete(keys) == [OK, ABSENT]
 
 
+def test_refused_short_buffer_is_no_failure(driver, device):
+    device.refuses_short_buffers = True
+    keys = random_keys(3)
+    driver.write(keys, [9000] * 3)
+    assert driver.exist(keys) == [OK] * 3
+    assert driver.delete(keys[:1]) == [OK]
+    assert driver.read(keys[1:], [100, 9000])[0] == [CORRUPT, OK]
+    assert driver.exist(keys) == [ABSENT, ABSENT, OK]
+
+
 def test_immutable_keys_store_once(driver, device):
     keys = random_keys(3)
     driver.write(keys, [1000] * 3)
