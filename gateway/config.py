@@ -38,7 +38,8 @@ HELP = {
     "io_size": "largest object the ring is cut for; 0: what the engine declares",
     "placement": "where the card is: local or remote (NVMe-oF); sets fragment_size",
     "fragment_size": "longest value of one key on the card; 0: 261120 local, 131072 remote",
-    "card": "kind of card: slab (files or block devices) or memory (RAM, not kept)",
+    "card": "kind of card: slab (files or block devices), nvme_kv (NVMe key-value namespaces), "
+    "resp (Valkey or Redis) or memory (RAM, not kept); docs/cards.md",
     "card_options": "options of the card, as --card-option NAME=VALUE, repeatable",
     "batch_bytes": "ranks get slots in batches of about this size, to overlap card and copy",
     "rank_deadline_s": "how long the first rank of a request waits for the last",
