@@ -73,7 +73,7 @@ class Deployment:
             settings: of the connector; chunk_size is 256 by default.
         """
         # Two loaded cores may take longer to answer than a deployment should wait.
-        defaults = {"gateway": self.address, "chunk_size": 256, "lookup_timeout_s": 5.0}
+        defaults = {"gateway": self.address, "chunk_size": 256, "lookup_timeout_s": 30.0}
         extra = defaults | settings
         config: dict[str, Any] = {
             "kv_connector": "AdpConnector",
@@ -139,7 +139,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def expected_hit(length: int, chunk: int = 256) -> int:
-    """Return how much of a prompt is hit once all of it was stored: one token is left to compute."""
+    """Return how much of a stored prompt is hit: at least one token is left to compute."""
     return (length - 1) // chunk * chunk
 
 

@@ -68,9 +68,11 @@ class Session:
     def _drain(self) -> None:
         """Step a core in this process until its connector is idle, as a core of its own does."""
         client = self.llm.llm_engine.engine_core
-        core = getattr(client, "engine_core", None)
+        core: Any = getattr(client, "engine_core", None)
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
-        while getattr(core, "scheduler", None) is not None and core.scheduler.has_requests():
+        if not hasattr(core, "scheduler"):
+            return
+        while core.scheduler.has_requests():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the connector is not idle after {DRAIN_TIMEOUT_S:g} s")
             client.get_output()
@@ -78,6 +80,15 @@ class Session:
     def rpc(self, request: dict[str, Any]) -> dict[str, Any]:
         """Call a method of the worker extension on every rank."""
         return {"results": self.llm.collective_rpc(request["method"], args=tuple(request["args"]))}
+
+    def pages(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return digests of the pages of all blocks that have a hash; needs the core here."""
+        del request
+        core = self.llm.llm_engine.engine_core.engine_core
+        blocks = core.scheduler.kv_cache_manager.block_pool.blocks
+        cached = {b.block_hash.hex(): b.block_id for b in blocks if b.block_hash is not None}
+        ((*digests,),) = self.llm.collective_rpc("adp_page_digests", args=(list(cached.values()),))
+        return {"pages": dict(zip(cached, digests, strict=True))}
 
     def config(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return a value of vLLM's resolved configuration by its dotted path, as text."""

@@ -1,7 +1,7 @@
-"""A gateway whose card can be made to fail while it serves: `python -m tests.support.faulty_gateway`.
+"""A gateway whose card can be made to fail while it serves.
 
-Arguments as for `python -m gateway`. The environment names the folder of a file `fault`;
-what stands in it when a batch is submitted is in force for that batch:
+Run as `python -m tests.support.faulty_gateway`; arguments as for `python -m gateway`. The
+environment names a file; what stands in it when a batch is submitted is in force for it:
 
     write 2.5     writes are answered 2.5 s late
     read error    no read succeeds

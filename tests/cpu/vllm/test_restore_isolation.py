@@ -1,4 +1,4 @@
-"""Who shares what is stored: same namespace yes; other salt, namespace, chunk, weights, adapter no."""
+"""Who shares what is stored: the same namespace; no other salt, chunk size, weights, adapter."""
 
 import json
 

@@ -51,7 +51,7 @@ def test_killed_between_objects_and_commit(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_at_random_moments(tmp_path):
-    """Six lives; each checks all prompts of the lives before it, then dies while saving new ones."""
+    """Six lives; each checks all prompts of those before it, then dies while saving new ones."""
     numbers = random.Random(17)
     prompts = [prompt(100 + i, numbers.randrange(CHUNK, 9 * CHUNK)) for i in range(48)]
     with Engine() as engine:
