@@ -25,8 +25,8 @@ def speed_plots(name: str, rows: Sequence[Row], folder: Path) -> list[Path]:
             series = kinds.setdefault(found["kind"], {})
             series.setdefault(found["way"], []).append((float(found["kib"]), row.value))
     drawn = []
-    for kind, series in kinds.items():
-        series = {way: sorted(points) for way, points in series.items()}
+    for kind, unsorted in kinds.items():
+        series = {way: sorted(points) for way, points in unsorted.items()}
         if link is not None:
             sizes = sorted({x for points in series.values() for x, _ in points})
             series["link"] = [(sizes[0], link), (sizes[-1], link)]
