@@ -29,6 +29,8 @@ ENV_PREFIX = "ADP_GATEWAY_"
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{p}ib": 1 << (10 * (i + 1)) for i, p in enumerate("kmgt")}
 _UNITS |= {f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}
+# What Kubernetes puts into every container beside a Service called adp-gateway.
+_INJECTED = re.compile(rf"{ENV_PREFIX}(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_.*)?)")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 HELP = {
@@ -192,7 +194,7 @@ def _from_flags(flags: Mapping[str, Any], options: Sequence[str]) -> dict[str, A
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for variable, value in environ.items():
-        if variable.startswith(ENV_PREFIX):
+        if variable.startswith(ENV_PREFIX) and not _INJECTED.fullmatch(variable):
             name = variable.removeprefix(ENV_PREFIX).lower()
             if name == "card_options":
                 found[name] = dict(_option(text) for text in value.split(";"))
