@@ -2,8 +2,45 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from benchmarks._results import Row
+
+_SPEED = re.compile(r"\w+\.(?P<kind>\w+)\.(?P<kib>\d+)KiB(?:-of-\d+KiB)?\.(?P<way>.+)")
+
+
+def speed_plots(name: str, rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw NAME.KIND.png from rows NAME.KIND.SIZE.WAY in GB/s, and the link as a line.
+
+    Returns:
+        What was drawn; nothing for a benchmark without such rows.
+    """
+    kinds: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    link = next((row.value for row in rows if row.metric == f"{name}.link"), None)
+    for row in rows:
+        found = _SPEED.fullmatch(row.metric)
+        if found and row.unit == "GB/s" and row.value is not None:
+            series = kinds.setdefault(found["kind"], {})
+            series.setdefault(found["way"], []).append((float(found["kib"]), row.value))
+    drawn = []
+    for kind, unsorted in kinds.items():
+        series = {way: sorted(points) for way, points in unsorted.items()}
+        if link is not None:
+            sizes = sorted({x for points in series.values() for x, _ in points})
+            series["link"] = [(sizes[0], link), (sizes[-1], link)]
+        drawn.append(
+            line_plot(
+                folder / f"{name}.{kind}.png",
+                series,
+                title=f"{name}, {kind}, {rows[0].gpu}",
+                x_label="KiB",
+                y_label="GB/s",
+                log_x=True,
+            )
+        )
+    return drawn
 
 
 def line_plot(

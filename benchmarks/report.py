@@ -1,6 +1,6 @@
 """Put the tables of all results into README.md and docs, between their markers.
 
-    python -m benchmarks.report            rewrite the tables
+    python -m benchmarks.report            rewrite the tables, draw the plots
     python -m benchmarks.report --check    change nothing; exit 1 if a table is out of date
 
 `<!-- results:NAME -->` ... `<!-- /results:NAME -->` holds the table of
@@ -17,6 +17,7 @@ import re
 import sys
 from pathlib import Path
 
+from benchmarks import _plots
 from benchmarks._results import DIRTY, REPO, RESULTS, UNKNOWN_COMMIT, Row, git, read_rows
 
 MARKER = re.compile(
@@ -143,6 +144,10 @@ def main(argv: list[str] | None = None, repo: Path = REPO) -> int:
             outdated.append(path)
             if not check:
                 path.write_text(filled)
+    if not check:
+        for path in sorted((repo / RESULTS.relative_to(REPO)).glob("*.json")):
+            for plot in _plots.speed_plots(path.stem, read_rows(path), path.parent):
+                print(f"drawn: {plot.relative_to(repo)}")
     for path in outdated:
         print(("out of date: " if check else "rewritten: ") + str(path.relative_to(repo)))
     return 1 if check and outdated else 0

@@ -5,7 +5,16 @@ python -m benchmarks.scatter [--out DIR] [--quick]
 
 from benchmarks._copies import main
 
-CODE = ("adp_kv/kernels", "adp_kv/transfer")
+CODE = (
+    "adp_kv/kernels",
+    "adp_kv/transfer/copy_engine.py",
+    "adp_kv/transfer/cuda_mover.py",
+    "adp_kv/transfer/device.py",
+    "adp_kv/transfer/pipes.py",
+    "adp_kv/transfer/plan.py",
+    "adp_kv/transfer/settings.py",
+    "adp_kv/transfer/tables.py",
+)
 TARGETS = {"contiguous": 0.95, "strided": 0.90, "random": 0.92}
 
 if __name__ == "__main__":

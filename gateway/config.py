@@ -29,6 +29,8 @@ ENV_PREFIX = "ADP_GATEWAY_"
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{p}ib": 1 << (10 * (i + 1)) for i, p in enumerate("kmgt")}
 _UNITS |= {f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}
+# What Kubernetes puts into every container beside a Service called adp-gateway.
+_INJECTED = re.compile(rf"{ENV_PREFIX}(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_.*)?)")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 HELP = {
@@ -38,7 +40,8 @@ HELP = {
     "io_size": "largest object the ring is cut for; 0: what the engine declares",
     "placement": "where the card is: local or remote (NVMe-oF); sets fragment_size",
     "fragment_size": "longest value of one key on the card; 0: 261120 local, 131072 remote",
-    "card": "kind of card: slab (files or block devices) or memory (RAM, not kept)",
+    "card": "kind of card: slab (files or block devices), nvme_kv (NVMe key-value namespaces), "
+    "resp (Valkey or Redis) or memory (RAM, not kept); docs/cards.md",
     "card_options": "options of the card, as --card-option NAME=VALUE, repeatable",
     "batch_bytes": "ranks get slots in batches of about this size, to overlap card and copy",
     "rank_deadline_s": "how long the first rank of a request waits for the last",
@@ -191,7 +194,7 @@ def _from_flags(flags: Mapping[str, Any], options: Sequence[str]) -> dict[str, A
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for variable, value in environ.items():
-        if variable.startswith(ENV_PREFIX):
+        if variable.startswith(ENV_PREFIX) and not _INJECTED.fullmatch(variable):
             name = variable.removeprefix(ENV_PREFIX).lower()
             if name == "card_options":
                 found[name] = dict(_option(text) for text in value.split(";"))

@@ -3,8 +3,8 @@
     ring slices (host, one per chunk) ◄──► pages (device, pages_per_slice per chunk)
 
 A mover knows addresses only: no layer, key, socket or vLLM. It is used by one
-thread (the client's); mark() alone may be called by the thread that runs the
-forward pass, since it records on that thread's current stream.
+thread (the client's); mark() and a ticket's done() and fence() may also be called by
+the thread that runs the forward pass: they look at, or order, its current stream.
 
 Ordering. A copy starts on the device only after its `after` mark. A Ticket is done
 when its bytes have arrived: for a restore in device memory, for a save in the ring.
@@ -32,7 +32,8 @@ class SliceCopy:
     Attributes:
         slice_addrs: int64 [n], registered host address of this rank's slice in each slot.
         page_addrs: int64 [n, pages_per_slice], device address of each page, in the order
-            in which the pages lie in a slice. All pages of one transfer are disjoint.
+            in which the pages lie in a slice. Pages of one transfer are disjoint, but for
+            one that nobody reads and that a restore may name many times.
         page_bytes: bytes of every page (> 0); a slice is pages_per_slice * page_bytes long.
     """
 

@@ -34,6 +34,11 @@ _SEED_MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 # All of user space as one buffer: a slice by address makes a view without a type per length.
 _memory: Final = memoryview((ctypes.c_char * (1 << 47)).from_address(0))
 
+_WRITABLE: Final = 0x200
+_view: Final = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.restype = ctypes.py_object
+_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+
 
 def check_batch(batch: Batch, limits: CardLimits) -> None:
     """Refuse a batch that breaks the contract of `gateway.cards.base`.
@@ -89,6 +94,31 @@ def by_database(databases: NDArray[np.uint16], rows: Rows) -> Iterator[tuple[int
         yield database, rows[mine == database]
 
 
+def memory_at(address: int, num_bytes: int) -> memoryview:
+    """Return memory as a writable buffer of bytes; it must stay mapped while that is used."""
+    view: memoryview = _view(address, num_bytes, _WRITABLE)
+    return view
+
+
+def checksum_seeds(keys: KeyArray, databases: NDArray[np.uint16]) -> NDArray[np.uint64]:
+    """Return what a value's checksum is seeded with: uint64 [n].
+
+    The seed makes bytes that belong to another key or database fail even where a value
+    of the same bytes would pass.
+
+    Args:
+        keys: uint64 [n, 2].
+        databases: uint16 [n].
+    """
+    return keys[:, 0] ^ (keys[:, 1] * _SEED_MIX) ^ databases
+
+
+def checksum_at(address: int, num_bytes: int, seed: int) -> int:
+    """Return xxh3_64 of memory (GIL released)."""
+    digest: int = xxhash.xxh3_64_intdigest(_memory[address : address + num_bytes], seed)
+    return digest
+
+
 def value_checksums(
     keys: KeyArray,
     databases: NDArray[np.uint16],
@@ -97,23 +127,18 @@ def value_checksums(
 ) -> NDArray[np.uint64]:
     """Return xxh3_64 of each value, seeded with its identity (GIL released per value).
 
-    The seed makes bytes that belong to another key or database fail even where a value
-    of the same bytes would pass.
-
     Args:
         keys: uint64 [n, 2].
         databases: uint16 [n].
         addresses: uint64 [n].
-        lengths: uint32 [n], > 0.
+        lengths: uint32 [n].
     """
-    seeds = keys[:, 0] ^ (keys[:, 1] * _SEED_MIX) ^ databases
-    ends = addresses + lengths
-    digest = xxhash.xxh3_64_intdigest
+    seeds = checksum_seeds(keys, databases)
     return np.array(
         [
-            digest(_memory[start:end], seed)
-            for start, end, seed in zip(
-                addresses.tolist(), ends.tolist(), seeds.tolist(), strict=True
+            checksum_at(address, length, seed)
+            for address, length, seed in zip(
+                addresses.tolist(), lengths.tolist(), seeds.tolist(), strict=True
             )
         ],
         dtype=np.uint64,

@@ -25,11 +25,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Generic
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import override
+from typing_extensions import TypeVar, override
 
 _logger: Final = logging.getLogger(__name__)
 
@@ -44,28 +44,40 @@ for _call in (_pread, _pwrite):
 
 
 @dataclass(frozen=True, slots=True)
-class IoRequest:
-    """Reads or writes that complete together; all arrays have the same length n >= 1.
+class Request:
+    """Rows that complete together; all arrays have the same length n >= 1.
 
     Attributes:
-        write: memory to file if true, file to memory if not.
         fds: int32 [n].
-        offsets: uint64 [n], bytes into the file.
-        addresses: uint64 [n], host memory; stays valid until on_complete.
-        lengths: uint32 [n], bytes.
-        on_complete: gets int32 [n], bytes moved or -errno of each row.
+        on_complete: gets int32 [n], the result of each row.
     """
 
-    write: bool
     fds: NDArray[np.int32]
-    offsets: NDArray[np.uint64]
-    addresses: NDArray[np.uint64]
-    lengths: NDArray[np.uint32]
     on_complete: Callable[[NDArray[np.int32]], None]
 
 
+@dataclass(frozen=True, slots=True)
+class IoRequest(Request):
+    """Reads or writes; a row's result is the bytes moved, or -errno.
+
+    Attributes:
+        write: memory to file if true, file to memory if not.
+        offsets: uint64 [n], bytes into the file.
+        addresses: uint64 [n], host memory; stays valid until on_complete.
+        lengths: uint32 [n], bytes.
+    """
+
+    write: bool
+    offsets: NDArray[np.uint64]
+    addresses: NDArray[np.uint64]
+    lengths: NDArray[np.uint32]
+
+
+RequestT = TypeVar("RequestT", bound=Request, default=IoRequest)
+
+
 @dataclass(slots=True)
-class Progress:
+class Progress(Generic[RequestT]):
     """A request an executor has begun.
 
     Attributes:
@@ -74,7 +86,7 @@ class Progress:
         results: int32 [n], valid where completed.
     """
 
-    request: IoRequest
+    request: RequestT
     next_row: int = 0
     left: int = field(init=False)
     results: NDArray[np.int32] = field(init=False)
@@ -102,13 +114,13 @@ class Progress:
             _logger.exception("completion callback failed; its batch may never be answered")
 
 
-class IoEngine(ABC):
-    """An executor of IoRequests (see the module's contract)."""
+class IoEngine(ABC, Generic[RequestT]):
+    """An executor of one kind of request (see the module's contract)."""
 
     name: str
 
     @abstractmethod
-    def submit(self, request: IoRequest) -> None:
+    def submit(self, request: RequestT) -> None:
         """Queue a request; its on_complete follows exactly once."""
 
     @abstractmethod
@@ -128,15 +140,15 @@ class IoEngine(ABC):
         """
 
 
-class ThreadEngine(IoEngine):
-    """pread/pwrite on a few threads."""
+class PoolEngine(IoEngine[RequestT]):
+    """Blocking calls on a few threads; a subclass says which."""
 
     name = "threads"
 
     def __init__(self, num_threads: int) -> None:
         """Start `num_threads` daemon threads."""
         self._wake = threading.Condition()
-        self._queue: deque[Progress] = deque()
+        self._queue: deque[Progress[RequestT]] = deque()
         self._stopping = False
         self._threads = [
             threading.Thread(target=self._run, name=f"adp-card-io-{i}", daemon=True)
@@ -145,8 +157,12 @@ class ThreadEngine(IoEngine):
         for thread in self._threads:
             thread.start()
 
+    @abstractmethod
+    def _transfer(self, progress: Progress[RequestT], rows: slice) -> None:
+        """Run `rows` and set their results."""
+
     @override
-    def submit(self, request: IoRequest) -> None:
+    def submit(self, request: RequestT) -> None:
         with self._wake:
             stopping = self._stopping
             if not stopping:
@@ -157,7 +173,7 @@ class ThreadEngine(IoEngine):
 
     @override
     def register(self, address: int, num_bytes: int) -> None:
-        """Nothing to gain for pread."""
+        """Nothing to gain for calls that block."""
 
     @override
     def unregister(self) -> None:
@@ -183,14 +199,14 @@ class ThreadEngine(IoEngine):
     def _run(self) -> None:
         while (work := self._take()) is not None:
             progress, rows = work
-            _transfer(progress, rows)
+            self._transfer(progress, rows)
             with self._wake:
                 progress.left -= rows.stop - rows.start
                 finished = progress.left == 0
             if finished:
                 progress.report()
 
-    def _take(self) -> tuple[Progress, slice] | None:
+    def _take(self) -> tuple[Progress[RequestT], slice] | None:
         with self._wake:
             while not self._queue:
                 if self._stopping:
@@ -205,12 +221,16 @@ class ThreadEngine(IoEngine):
             return progress, rows
 
 
-def _transfer(progress: Progress, rows: slice) -> None:
-    request = progress.request
-    call = _pwrite if request.write else _pread
-    columns = (request.fds, request.addresses, request.lengths, request.offsets)
-    for row, (fd, address, length, offset) in enumerate(
-        zip(*(column[rows].tolist() for column in columns), strict=True), rows.start
-    ):
-        moved = call(fd, address, length, offset)
-        progress.results[row] = moved if moved >= 0 else -ctypes.get_errno()
+class ThreadEngine(PoolEngine[IoRequest]):
+    """pread/pwrite on a few threads."""
+
+    @override
+    def _transfer(self, progress: Progress[IoRequest], rows: slice) -> None:
+        request = progress.request
+        call = _pwrite if request.write else _pread
+        columns = (request.fds, request.addresses, request.lengths, request.offsets)
+        for row, (fd, address, length, offset) in enumerate(
+            zip(*(column[rows].tolist() for column in columns), strict=True), rows.start
+        ):
+            moved = call(fd, address, length, offset)
+            progress.results[row] = moved if moved >= 0 else -ctypes.get_errno()

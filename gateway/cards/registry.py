@@ -64,6 +64,26 @@ def _slab(settings: Mapping[str, object]) -> Card:
     return SlabCard(_convert(settings, SlabSettings))
 
 
+def _nvme_kv(settings: Mapping[str, object]) -> Card:
+    from gateway.cards.nvme.card import NvmeKvCard  # noqa: PLC0415
+    from gateway.cards.nvme.settings import NvmeKvSettings  # noqa: PLC0415
+
+    return NvmeKvCard(_convert(_listed(settings, "devices"), NvmeKvSettings))
+
+
+def _resp(settings: Mapping[str, object]) -> Card:
+    from gateway.cards.resp.card import RespCard  # noqa: PLC0415
+    from gateway.cards.resp.settings import RespSettings  # noqa: PLC0415
+
+    return RespCard(_convert(_listed(settings, "endpoints"), RespSettings))
+
+
+def _listed(settings: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """Let one name stand for a list of one, as a command line has it."""
+    value = settings.get(name)
+    return {**settings, name: [value]} if isinstance(value, str) else settings
+
+
 _MAKERS: Final[Mapping[str, Callable[[Mapping[str, object]], Card]]] = MappingProxyType(
-    {"memory": _memory, "slab": _slab}
+    {"memory": _memory, "slab": _slab, "nvme_kv": _nvme_kv, "resp": _resp}
 )

@@ -3,7 +3,8 @@
     push(rows) ──► submission queue ──enter()──► kernel ──► completion queue ──► reap()
 
 Byte map. Submission and completion entries are SQE (64 bytes) and CQE (16 bytes) as in
-<linux/io_uring.h>; the rings' indices are uint32 that wrap.
+<linux/io_uring.h>; the rings' indices are uint32 that wrap. A wide ring has WIDE_SQE (128
+bytes: room for the command of a driver) and WIDE_CQE (32 bytes: 64-bit results).
 
 Memory order. The kernel reads the submission tail after the entries and writes the
 completion tail after the entries; x86-64 keeps stores in order among stores and loads
@@ -37,6 +38,8 @@ OP_READ_FIXED: Final = 4
 OP_WRITE_FIXED: Final = 5
 OP_READ: Final = 22
 OP_WRITE: Final = 23
+OP_URING_CMD: Final = 46
+"""A command to the file's driver; the code of the command takes the place of `offset`."""
 
 MAX_BUFFER_BYTES: Final = GiB
 """The kernel's limit for one registered buffer."""
@@ -59,15 +62,23 @@ SQE: Final = np.dtype(
         ("pad", "<u8"),
     ]
 )
+PAYLOAD_BYTES: Final = 80
+WIDE_SQE: Final = np.dtype(
+    [(name, SQE[name]) for name in SQE.names or () if name not in ("address3", "pad")]
+    + [("payload", "u1", (PAYLOAD_BYTES,))]
+)
 CQE: Final = np.dtype([("user_data", "<u8"), ("res", "<i4"), ("flags", "<u4")])
+WIDE_CQE: Final = np.dtype([*((n, CQE[n]) for n in CQE.names or ()), ("extra", "<u8", (2,))])
 
 CompletionArray: TypeAlias = NDArray[np.void]
-"""CQE [n]."""
+"""CQE or WIDE_CQE [n]."""
 
 _SYS_SETUP: Final = 425
 _SYS_ENTER: Final = 426
 _SYS_REGISTER: Final = 427
 _SETUP_COOP_TASKRUN: Final = 1 << 8
+_SETUP_SQE128: Final = 1 << 10
+_SETUP_CQE32: Final = 1 << 11
 _SETUP_SINGLE_ISSUER: Final = 1 << 12
 _SETUP_DEFER_TASKRUN: Final = 1 << 13
 _FEATURE_SINGLE_MMAP: Final = 1 << 0
@@ -96,11 +107,11 @@ def _check(result: int) -> int:
     return result
 
 
-def _setup(entries: int) -> tuple[int, list[int]]:
+def _setup(entries: int, format_flags: int) -> tuple[int, list[int]]:
     """Return the ring's descriptor and io_uring_params as 30 words."""
     for flags in _SETUP_FLAGS:
         params = (ctypes.c_uint32 * 30)()
-        params[2] = flags
+        params[2] = flags | format_flags
         try:
             descriptor = _check(_syscall(_SYS_SETUP, entries, ctypes.byref(params)))
         except OSError as error:
@@ -114,16 +125,22 @@ def _setup(entries: int) -> tuple[int, list[int]]:
 class URing:
     """One ring (see the module's contract)."""
 
-    def __init__(self, entries: int) -> None:
+    def __init__(self, entries: int, *, wide: bool = False) -> None:
         """Set up a ring of `entries` rows, rounded up to a power of two.
+
+        Args:
+            entries: rows.
+            wide: for commands of drivers (Linux 5.19).
 
         Raises:
             OSError: ENOSYS (kernel without it), EPERM (sysctl or seccomp forbids it),
-                ENOMEM (RLIMIT_MEMLOCK on old kernels) or ENOTSUP (not x86-64, too old).
+                ENOMEM (RLIMIT_MEMLOCK on old kernels), ENOTSUP (not x86-64, too old) or
+                EINVAL (too old for a wide one).
         """
         if platform.machine() not in ("x86_64", "AMD64"):
             raise OSError(errno.ENOTSUP, "io_uring from numpy needs x86-64's memory order")
-        self._fd, params = _setup(entries)
+        self._sqe, self._cqe = (WIDE_SQE, WIDE_CQE) if wide else (SQE, CQE)
+        self._fd, params = _setup(entries, _SETUP_SQE128 | _SETUP_CQE32 if wide else 0)
         try:
             self._map(params)
         except BaseException:
@@ -138,10 +155,12 @@ class URing:
             raise OSError(errno.ENOTSUP, "io_uring here is older than Linux 5.4")
         num_sqes, num_cqes = params[0], params[1]
         sq, cq = params[10:20], params[20:30]
-        size = max(sq[6] + num_sqes * _U32.itemsize, cq[5] + num_cqes * CQE.itemsize)
+        size = max(sq[6] + num_sqes * _U32.itemsize, cq[5] + num_cqes * self._cqe.itemsize)
         kind, access = mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE
         rings = mmap.mmap(self._fd, size, kind, access)
-        entries = mmap.mmap(self._fd, num_sqes * SQE.itemsize, kind, access, offset=_SQES_OFFSET)
+        entries = mmap.mmap(
+            self._fd, num_sqes * self._sqe.itemsize, kind, access, offset=_SQES_OFFSET
+        )
 
         def words(offset: int, count: int = 1) -> NDArray[np.uint32]:
             return np.frombuffer(rings, _U32, count, offset)
@@ -149,8 +168,8 @@ class URing:
         self._sq_tail = words(sq[1])
         self._cq_head, self._cq_tail = words(cq[0]), words(cq[1])
         words(sq[6], num_sqes)[:] = np.arange(num_sqes, dtype=_U32)
-        self._sqes: NDArray[np.void] = np.frombuffer(entries, SQE, num_sqes)
-        self._cqes: NDArray[np.void] = np.frombuffer(rings, CQE, num_cqes, cq[5])
+        self._sqes: NDArray[np.void] = np.frombuffer(entries, self._sqe, num_sqes)
+        self._cqes: NDArray[np.void] = np.frombuffer(rings, self._cqe, num_cqes, cq[5])
 
     @property
     def entries(self) -> int:
@@ -211,12 +230,7 @@ class URing:
         Raises:
             ValueError: in_flight + n would pass `entries`; nothing was queued.
         """
-        n = len(user_data)
-        if self.in_flight + n > self.entries:
-            raise ValueError(f"{n} entries on top of {self.in_flight} pass {self.entries}")
-        tail = int(self._sq_tail[0])
-        # One fancy index serves the wrap too; rows not named below must be zeroed: they are reused.
-        rows = np.zeros(n, dtype=SQE)
+        rows = np.zeros(len(user_data), dtype=self._sqe)
         rows["opcode"] = opcode
         rows["fd"] = fd
         rows["offset"] = offsets
@@ -224,6 +238,40 @@ class URing:
         rows["length"] = lengths
         rows["user_data"] = user_data
         rows["buffer"] = buffers
+        self._append(rows)
+
+    def push_commands(
+        self,
+        code: int,
+        fds: NDArray[np.int32],
+        payloads: NDArray[np.uint8],
+        user_data: NDArray[np.uint64],
+    ) -> None:
+        """Queue n commands to the drivers of files; wide rings only.
+
+        Args:
+            code: the driver's number of the command.
+            fds: int32 [n].
+            payloads: uint8 [n, <= PAYLOAD_BYTES], the command itself.
+            user_data: uint64 [n], handed back in the completion.
+
+        Raises:
+            ValueError: in_flight + n would pass `entries`; nothing was queued.
+        """
+        rows = np.zeros(len(user_data), dtype=self._sqe)
+        rows["opcode"] = OP_URING_CMD
+        rows["fd"] = fds
+        rows["offset"] = code
+        rows["payload"][:, : payloads.shape[1]] = payloads
+        rows["user_data"] = user_data
+        self._append(rows)
+
+    def _append(self, rows: NDArray[np.void]) -> None:
+        n = len(rows)
+        if self.in_flight + n > self.entries:
+            raise ValueError(f"{n} entries on top of {self.in_flight} pass {self.entries}")
+        tail = int(self._sq_tail[0])
+        # Whole entries, zeros included: the queue's rows are reused.
         start = tail & (self.entries - 1)
         head = min(n, self.entries - start)
         self._sqes[start : start + head] = rows[:head]
@@ -250,7 +298,7 @@ class URing:
                 _check(result)
 
     def reap(self) -> CompletionArray:
-        """Return the completions that are there, a copy: CQE [n], n >= 0."""
+        """Return the completions that are there, a copy; n >= 0."""
         head, tail = int(self._cq_head[0]), int(self._cq_tail[0])
         n = (tail - head) & _WRAP
         start = head & (self._cqes.size - 1)

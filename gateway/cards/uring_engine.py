@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 import time
+from abc import abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from adp_kv.units import format_bytes
-from gateway.cards.io_engine import IoEngine, IoRequest, Progress
+from gateway.cards.io_engine import IoEngine, IoRequest, Progress, RequestT
 from gateway.cards.uring import (
     MAX_BUFFER_BYTES,
     OP_READ,
@@ -54,8 +55,8 @@ class _Pinning:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-class UringEngine(IoEngine):
-    """One ring and its thread (see the module's contract)."""
+class RingEngine(IoEngine[RequestT]):
+    """One ring and its thread (see the module's contract); a subclass fills its entries."""
 
     name = "io_uring"
 
@@ -69,7 +70,7 @@ class UringEngine(IoEngine):
             OSError: io_uring does not work here.
         """
         self._depth = queue_depth
-        self._inbox: deque[IoRequest | _Pinning] = deque()
+        self._inbox: deque[RequestT | _Pinning] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()  # guards _wake_fd against a late submit
         self._wake_armed = False
@@ -78,8 +79,8 @@ class UringEngine(IoEngine):
         self._gone = False
         self._announced: list[tuple[int, int]] = []
         self._pin(_Pinning([]), None)
-        self._running: dict[int, Progress] = {}
-        self._waiting: deque[tuple[int, Progress]] = deque()
+        self._running: dict[int, Progress[RequestT]] = {}
+        self._waiting: deque[tuple[int, Progress[RequestT]]] = deque()
         self._next_id = 0
         self._started = threading.Event()
         self._refusals: list[OSError] = []
@@ -90,8 +91,22 @@ class UringEngine(IoEngine):
             os.close(self._wake_fd)
             raise self._refusals[0]
 
+    @abstractmethod
+    def _push(self, ring: URing, number: int, request: RequestT, rows: slice) -> None:
+        """Queue `rows` of a request under their `row_names`."""
+
+    def _open_ring(self, entries: int) -> URing:
+        """Make the ring; called on its thread."""
+        return URing(entries)
+
+    def _record(
+        self, progress: Progress[RequestT], rows: NDArray[np.uint64], done: CompletionArray
+    ) -> None:
+        """Keep the results of `rows`, whose completions are `done`."""
+        progress.results[rows] = done["res"]
+
     @override
-    def submit(self, request: IoRequest) -> None:
+    def submit(self, request: RequestT) -> None:
         with self._wake_lock:
             gone = self._gone
             if not gone:
@@ -133,7 +148,7 @@ class UringEngine(IoEngine):
 
     def _run(self) -> None:
         try:
-            ring = URing(self._depth + 1)  # one row is the wake-up's
+            ring = self._open_ring(self._depth + 1)  # one row is the wake-up's
         except OSError as error:
             self._refusals.append(error)
             return
@@ -209,23 +224,6 @@ class UringEngine(IoEngine):
                 self._waiting.popleft()
             self._push(ring, number, progress.request, rows)
 
-    def _push(self, ring: URing, number: int, request: IoRequest, rows: slice) -> None:
-        addresses, lengths = request.addresses[rows], request.lengths[rows]
-        plain, fixed = (OP_WRITE, OP_WRITE_FIXED) if request.write else (OP_READ, OP_READ_FIXED)
-        opcodes: NDArray[np.uint8] | int = plain
-        buffers: NDArray[np.uint64] | int = 0
-        if self._starts.size:
-            place = np.searchsorted(self._starts, addresses, side="right") - 1
-            # A value that crosses two buffers (place of its start, end beyond it) goes unpinned.
-            inside = (place >= 0) & (addresses + lengths <= self._ends[place])
-            opcodes = np.where(inside, fixed, plain).astype(np.uint8)
-            buffers = np.where(inside, self._numbers[place], 0)
-        names = np.arange(rows.start, rows.stop, dtype=np.uint64)
-        names |= np.uint64(number) << _ROW_BITS
-        ring.push(
-            opcodes, request.fds[rows], request.offsets[rows], addresses, lengths, names, buffers
-        )
-
     def _arm(self, ring: URing) -> None:
         address = np.array([self._wake_word.ctypes.data], dtype=np.uint64)
         offset = np.zeros(1, dtype=np.uint64)
@@ -243,11 +241,11 @@ class UringEngine(IoEngine):
         for number in np.unique(numbers).tolist():
             mine = numbers == number
             progress = self._running[number]
-            progress.results[names[mine] & _ROW_MASK] = done["res"][mine]
+            self._record(progress, names[mine] & _ROW_MASK, done[mine])
             progress.left -= int(np.count_nonzero(mine))
             self._finish(number, progress)
 
-    def _finish(self, number: int, progress: Progress) -> None:
+    def _finish(self, number: int, progress: Progress[RequestT]) -> None:
         if progress.left == 0:
             del self._running[number]
             progress.report()
@@ -275,6 +273,38 @@ class UringEngine(IoEngine):
                 item.done.set()
             else:
                 Progress(item).report()
+
+
+class UringEngine(RingEngine[IoRequest]):
+    """Reads and writes of files; pinned memory goes by the *_FIXED operations."""
+
+    @override
+    def _push(self, ring: URing, number: int, request: IoRequest, rows: slice) -> None:
+        addresses, lengths = request.addresses[rows], request.lengths[rows]
+        plain, fixed = (OP_WRITE, OP_WRITE_FIXED) if request.write else (OP_READ, OP_READ_FIXED)
+        opcodes: NDArray[np.uint8] | int = plain
+        buffers: NDArray[np.uint64] | int = 0
+        if self._starts.size:
+            place = np.searchsorted(self._starts, addresses, side="right") - 1
+            # A value that crosses two buffers (place of its start, end beyond it) goes unpinned.
+            inside = (place >= 0) & (addresses + lengths <= self._ends[place])
+            opcodes = np.where(inside, fixed, plain).astype(np.uint8)
+            buffers = np.where(inside, self._numbers[place], 0)
+        ring.push(
+            opcodes,
+            request.fds[rows],
+            request.offsets[rows],
+            addresses,
+            lengths,
+            row_names(number, rows),
+            buffers,
+        )
+
+
+def row_names(number: int, rows: slice) -> NDArray[np.uint64]:
+    """Return the user_data of `rows` of the request that goes by `number`."""
+    names = np.arange(rows.start, rows.stop, dtype=np.uint64)
+    return names | (np.uint64(number) << _ROW_BITS)
 
 
 def _split(regions: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -159,3 +159,17 @@ def test_line_plot_writes_a_file(tmp_path):
         log_x=True,
     )
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_speeds_are_drawn_by_kind(tmp_path):
+    def speed(metric, value):
+        return row(metric=metric, value=value, unit="GB/s")
+
+    rows = [speed("scatter.link", 55.0)]
+    rows += [speed(f"scatter.random.{kib}KiB.planner", 40.0 + kib) for kib in (8, 2)]
+    rows += [speed("scatter.strided.4KiB-of-32KiB.direct", 50.0)]
+    rows += [row(metric="scatter.random.8KiB.share", value=0.9, unit="of the link")]
+    drawn = _plots.speed_plots("scatter", rows, tmp_path)
+    assert [path.name for path in drawn] == ["scatter.random.png", "scatter.strided.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+    assert _plots.speed_plots("other", rows[-1:], tmp_path) == []

@@ -17,7 +17,7 @@ def test_later_arguments_win():
     assert engine_args("cpu", model, {})["block_size"] == 32
     assert engine_args("cuda", model, {})["block_size"] == 64
     assert engine_args("cpu", model, {"block_size": 128})["block_size"] == 128
-    assert engine_args("cuda", model, {})["gpu_memory_utilization"] == 0.2
+    assert engine_args("cuda", model, {})["kv_cache_memory_bytes"] == 1 << 30
     assert "enforce_eager" not in engine_args("cuda", model, {})
     assert "distributed_executor_backend" not in engine_args("cpu", model, {})
     two = engine_args("cpu", model, {"tensor_parallel_size": 2})

@@ -8,8 +8,13 @@ import numpy as np
 
 from gateway.cards.base import Batch, Op, Status
 from gateway.cards.memory import MemoryCard, MemorySettings
+from gateway.cards.nvme.card import NvmeKvCard
+from gateway.cards.nvme.settings import NvmeKvSettings
+from gateway.cards.resp.card import RespCard
+from gateway.cards.resp.settings import RespSettings
 from gateway.cards.slab import SlabCard
 from gateway.cards.slab_settings import SlabSettings
+from tests.support.nvme_device import SoftDevice, SoftHost
 
 PAGE = 4096
 GUARD = 0xA5
@@ -37,6 +42,28 @@ def slab_settings(path, **changes):
 
 def slab_card(path, **changes):
     return SlabCard(slab_settings(path, **changes))
+
+
+def nvme_host(dialect="standard", num_databases=1, **changes):
+    """Software devices /dev/ng0n1, /dev/ng1n1, ... that share SLOTS values evenly."""
+    return SoftHost(
+        {
+            f"/dev/ng{i}n1": SoftDevice(
+                dialect, nsid=i + 1, slots=SLOTS // num_databases, **changes
+            )
+            for i in range(num_databases)
+        }
+    )
+
+
+def nvme_card(host, **changes):
+    dialect = next(iter(host.devices.values())).dialect
+    settings = {"devices": tuple(host.devices), "dialect": dialect, "io_threads": 4}
+    return NvmeKvCard(NvmeKvSettings(**(settings | changes)), host)
+
+
+def resp_card(*endpoints, **changes):
+    return RespCard(RespSettings(endpoints=endpoints, **changes))
 
 
 def random_keys(n, seed=0):

@@ -14,7 +14,7 @@ COMMON: dict[str, Any] = {
     "enable_prefix_caching": True,
     "seed": 0,
 }
-CUDA: dict[str, Any] = {"gpu_memory_utilization": 0.2, "dtype": "bfloat16"}
+CUDA: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "dtype": "bfloat16"}
 CPU: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
 
 

@@ -162,6 +162,10 @@ class Engine:
         request = {"op": "rpc", "method": method, "args": list(args)}
         return list(self._call(request, timeout_s)["results"])
 
+    def pages(self, timeout_s: float = 120.0) -> dict[str, str]:
+        """Return a digest of every cached block's pages by block hash; not with separate_core."""
+        return dict(self._call({"op": "pages"}, timeout_s)["pages"])
+
     def config(self, path: str, timeout_s: float = 30.0) -> str:
         """Return a value of vLLM's resolved configuration, such as "model_config.dtype"."""
         return str(self._call({"op": "config", "path": path}, timeout_s)["value"])

@@ -81,6 +81,15 @@ class Session:
         """Call a method of the worker extension on every rank."""
         return {"results": self.llm.collective_rpc(request["method"], args=tuple(request["args"]))}
 
+    def pages(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return digests of the pages of all blocks that have a hash; needs the core here."""
+        del request
+        core = self.llm.llm_engine.engine_core.engine_core
+        blocks = core.scheduler.kv_cache_manager.block_pool.blocks
+        cached = {b.block_hash.hex(): b.block_id for b in blocks if b.block_hash is not None}
+        ((*digests,),) = self.llm.collective_rpc("adp_page_digests", args=(list(cached.values()),))
+        return {"pages": dict(zip(cached, digests, strict=True))}
+
     def config(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return a value of vLLM's resolved configuration by its dotted path, as text."""
         value: Any = self.llm.llm_engine.vllm_config

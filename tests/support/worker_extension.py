@@ -6,7 +6,22 @@ vLLM mixes the class into its worker, in whatever process that runs.
 from __future__ import annotations
 
 import ctypes
+from hashlib import blake2b
 from typing import Any
+
+
+def _bytes_at(address: int, num_bytes: int) -> bytes:
+    """Return memory of the device, or of the host where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ctypes.string_at(address, num_bytes)
+    import cupy
+
+    host = ctypes.create_string_buffer(num_bytes)
+    torch.cuda.synchronize()
+    cupy.cuda.runtime.memcpy(ctypes.addressof(host), address, num_bytes, 2)
+    return host.raw
 
 
 def _client() -> Any:
@@ -35,6 +50,41 @@ class WorkerExtension:
             return original(copy, after)
 
         mover.restore = restore
+
+    def adp_slow(self, milliseconds: float) -> None:
+        """Hold up the compute stream before every restore's mark and every layer.
+
+        So the CPU, and with it our copies, run far ahead of what computes: a copy that does
+        not wait for the compute stream, or a layer that does not wait for its pages, shows
+        as wrong bytes.
+        """
+        import torch
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        if not torch.cuda.is_available():
+            return
+        worker = get_kv_transfer_group().worker
+        cycles = int(milliseconds * 1.7e6)
+        start_load, wait_layer = worker.start_load, worker.wait_layer
+
+        def slow_start_load(meta: Any, forward_context: Any) -> None:
+            torch.cuda._sleep(cycles)
+            start_load(meta, forward_context)
+
+        def slow_wait_layer(meta: Any, name: str) -> None:
+            wait_layer(meta, name)
+            torch.cuda._sleep(cycles)
+
+        worker.start_load, worker.wait_layer = slow_start_load, slow_wait_layer
+
+    def adp_page_digests(self, blocks: list[int]) -> list[str]:
+        """Return a digest of each block's pages, over all caches of this rank."""
+        digests = [blake2b(digest_size=16) for _ in blocks]
+        for cache in _client().caches.values():
+            for block, digest in zip(blocks, digests, strict=True):
+                address = cache.base_address + block * cache.block_stride_bytes
+                digest.update(_bytes_at(address, cache.page_bytes))
+        return [digest.hexdigest() for digest in digests]
 
     def adp_counts(self) -> dict[str, int]:
         """Return the rank client's counters."""

@@ -162,3 +162,17 @@ def test_settings_can_not_change():
     with pytest.raises(AttributeError):
         Settings().lease_s = 1
     assert isinstance(Settings(), msgspec.Struct)
+
+
+def test_variables_of_a_kubernetes_service_are_no_settings():
+    """A Service called adp-gateway puts these into every container of its namespace."""
+    injected = {
+        "ADP_GATEWAY_SERVICE_HOST": "10.0.0.7",
+        "ADP_GATEWAY_SERVICE_PORT": "5557",
+        "ADP_GATEWAY_SERVICE_PORT_ZMQ": "5557",
+        "ADP_GATEWAY_PORT": "tcp://10.0.0.7:5557",
+        "ADP_GATEWAY_PORT_5557_TCP_ADDR": "10.0.0.7",
+    }
+    assert load([], injected) == Settings()
+    with pytest.raises(ConfigError, match="service"):
+        load([], {"ADP_GATEWAY_SERVICE": "x"})

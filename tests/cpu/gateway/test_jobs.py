@@ -1,5 +1,7 @@
 """Jobs: when a chunk counts as stored, and when it never does."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -183,6 +185,19 @@ def test_failed_read_withdraws_commit(status, delay_s):
         assert counters["objects_read"] == 10 - missed
 
 
+def test_missed_chunk_named_twice_is_withdrawn():
+    chunks = random_chunks(2)
+    card = FaultyCard(memory_card())
+    with Serving(card) as serving:
+        (rank,) = serving.join(replicated(1, 1))
+        store([rank], chunks)
+        card.faults = [Fault(Status.ABSENT, {Op.READ})]
+        assert set(get([rank], 5, chunks[[0, 1, 0]], [0])[0].status.values()) == {Status.ABSENT}
+        card.faults = []
+        assert rank.lookup(chunks) == [False, False]
+        assert rank.stats()["commits_withdrawn"] == 2
+
+
 def test_late_answers_of_many_gets_find_their_request():
     chunks = random_chunks(24)
     card = FaultyCard(memory_card(copy_threads=2))
@@ -255,6 +270,8 @@ def test_slow_write_is_waited_for_before_the_ring_goes():
         mapping = serving.server._engine._ring.mapping
         ranks[0].close("bye")
         wait_until(lambda: serving.server._engine.ended is not None, 5, "the session has ended")
+        time.sleep(0.25)  # two ticks
+        assert serving.server._store.num_inflight == 1
         assert mapping.data is not None  # still mapped: raises RingError when it is closed
         (fresh,) = serving.join(replicated(1, 1), engine="next")
         with pytest.raises(Exception, match="closed"):

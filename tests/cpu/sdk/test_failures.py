@@ -8,6 +8,7 @@ import pytest
 
 from adp_kv.errors import RingError
 from adp_kv.sdk import rank_client
+from adp_kv.sdk.lookup import LookupClient
 from adp_kv.sdk.loop import OFF_MESSAGE
 from gateway.cards.base import Op
 from gateway.cards.faulty import Fault, FaultyCard
@@ -21,8 +22,29 @@ SLOTS = {"shared_memory_size": 64 * 16384}
 CHUNKS, BLOCKS = random_chunks(4), blocks_of(0, 2, 4, 6)
 
 
-def off_lines(caplog):
-    return [r for r in caplog.records if r.getMessage().startswith(OFF_MESSAGE)]
+class Lines(logging.Handler):
+    """Keeps what is logged, wherever an engine sends its log."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+@pytest.fixture
+def lines():
+    handler, logger = Lines(), logging.getLogger("adp_kv")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+def off_lines(lines):
+    """Return how many ranks, and how many scheduler sides, said that they went off."""
+    starts = (OFF_MESSAGE, LookupClient.off_message)
+    return tuple(sum(text.startswith(start) for text in lines.texts) for start in starts)
 
 
 def outcome(job):
@@ -177,17 +199,17 @@ def test_lookups_of_a_gateway_that_is_gone_expire():
         assert len(team.lookup._queue) < 10  # nobody will ever run them
 
 
-def test_graceful_end_turns_off_with_the_reason(caplog):
+def test_graceful_end_turns_off_with_the_reason(lines):
     with Serving(**SLOTS) as serving, Team(serving.address, pools(2)).start() as team:
         serving.stop()
         wait_until(lambda: all(c.off for c in team.clients), 5, "off")
         # ZeroMQ may drop an unread Goodbye together with the connection.
         reasons = ("shutting down", "the connection is lost")
         assert all(any(r in c.off_reason for r in reasons) for c in team.clients)
-        assert len(off_lines(caplog)) == 3
+        assert off_lines(lines) == (2, 1)
 
 
-def test_no_gateway_turns_off_in_time(caplog):
+def test_no_gateway_turns_off_in_time(lines):
     team = Team(f"tcp://127.0.0.1:{free_port()}", pools(1), connect_timeout_s=0.3)
     with team.start(settle=False):
         for client in team.clients:
@@ -197,7 +219,7 @@ def test_no_gateway_turns_off_in_time(caplog):
         team.submit_saves([job])
         assert job.finished
         assert outcome(job) == "all"
-        assert len(off_lines(caplog)) == 2
+        assert off_lines(lines) == (1, 1)
 
 
 def test_missing_rank_is_the_reason_given():
@@ -211,7 +233,7 @@ def test_missing_rank_is_the_reason_given():
             team.ranks[0].close()
 
 
-def test_ring_of_another_shm_turns_off(monkeypatch, caplog):
+def test_ring_of_another_shm_turns_off(monkeypatch, lines):
     def elsewhere(path, _generation):
         raise RingError(f"can't open the ring {path}: another /dev/shm")
 
@@ -222,7 +244,7 @@ def test_ring_of_another_shm_turns_off(monkeypatch, caplog):
             assert not team.ranks[0].wait_settled()
             assert "another /dev/shm" in team.ranks[0].off_reason
             wait_until(lambda: team.lookup.off, 5, "off, whichever side came first")
-            assert len(off_lines(caplog)) == 2
+            assert off_lines(lines) == (1, 1)
 
 
 def test_ring_that_can_not_be_registered_turns_off():
@@ -238,8 +260,7 @@ PHASES = ["idle", "save-copies", "restore-copies", "waits-for-rank", "waits-for-
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_killed_gateway_ends_every_job(phase, caplog):
-    caplog.set_level(logging.INFO, "adp_kv")
+def test_killed_gateway_ends_every_job(phase, lines):
     options = {"capacity_bytes": "16MiB", "max_value_bytes": "64KiB"}
     size = 8 * 16384 if phase == "waits-for-slots" else 64 * 16384
     with Gateway.serve(card_options=options, shared_memory_size=size) as gateway:
@@ -267,7 +288,7 @@ def test_killed_gateway_ends_every_job(phase, caplog):
                     mover.gate.set()
                 finish(jobs)
                 assert all(outcome(job) in {"all", "none"} for job in jobs)
-                assert len(off_lines(caplog)) == 3
+                assert off_lines(lines) == (2, 1)
         finish(jobs)
         gateway.assert_no_rings(1)
 

@@ -1,27 +1,93 @@
 import pytest
 
 from gateway.cards.uring import probe
-from tests.support.cards import Driver, memory_card, slab_card
+from tests.support.cards import (
+    SLOT_BYTES,
+    SLOTS,
+    Driver,
+    memory_card,
+    nvme_card,
+    nvme_host,
+    resp_card,
+    slab_card,
+)
+from tests.support.valkey import ValkeyServer
 
 needs_uring = pytest.mark.skipif(probe() is not None, reason=f"no io_uring here: {probe()}")
 
+
+def memory(name, **fixed):
+    return pytest.param(lambda _, **changes: memory_card(**fixed, **changes), id=name)
+
+
+def slab(name, marks=(), **fixed):
+    def make(request, **changes):
+        return slab_card(request.getfixturevalue("tmp_path") / "card", **fixed, **changes)
+
+    return pytest.param(make, id=name, marks=marks)
+
+
+def nvme(dialect, engine):
+    def make(_, num_databases=1):
+        return nvme_card(nvme_host(dialect, num_databases), io_engine=engine)
+
+    return pytest.param(make, id=f"nvme-{dialect}-{engine}")
+
+
+def resp(transport):
+    def make(request, num_databases=1):
+        server = request.getfixturevalue("valkey")
+        address = getattr(server, transport)
+        return resp_card(*(f"{address}?db={i}" for i in range(num_databases)))
+
+    return pytest.param(make, id=f"resp-{transport}")
+
+
 MAKERS = [
-    pytest.param(lambda path, **c: memory_card(**c), id="memory"),
-    pytest.param(lambda path, **c: memory_card(verify=True, **c), id="memory-verify"),
-    pytest.param(
-        lambda path, **c: slab_card(path, io_engine="io_uring", **c),
-        id="slab-io_uring",
-        marks=needs_uring,
-    ),
-    pytest.param(lambda path, **c: slab_card(path, io_engine="threads", **c), id="slab-threads"),
-    pytest.param(lambda path, **c: slab_card(path, checksums=False, **c), id="slab-unchecked"),
+    memory("memory"),
+    memory("memory-verify", verify=True),
+    slab("slab-io_uring", needs_uring, io_engine="io_uring"),
+    slab("slab-threads", io_engine="threads"),
+    slab("slab-unchecked", checksums=False),
+    *(nvme(d, e) for d in ("standard", "block") for e in ("io_uring", "ioctl")),
+    resp("unix"),
+    resp("tcp"),
 ]
 
 
+def pytest_collection_modifyitems(items):
+    """Start the server before the fixture that counts what a test leaves behind."""
+    for item in items:
+        if "make_card" in item.fixturenames and "resp" in item.callspec.id:
+            item.fixturenames.insert(0, "valkey_process")
+
+
 @pytest.fixture(params=MAKERS)
-def make_card(request, tmp_path):
+def make_card(request):
     """Return a function that makes a closed card of each kind; it takes num_databases."""
-    return lambda **changes: request.param(tmp_path / "card", **changes)
+    return lambda **changes: request.param(request, **changes)
+
+
+@pytest.fixture
+def has_slots(request):
+    """Whether the card of make_card takes exactly SLOTS values, of whatever length."""
+    return "resp" not in request.node.callspec.id
+
+
+@pytest.fixture(scope="session")
+def valkey_process():
+    """A server for tests that do no harm to it, with room for about SLOTS long values."""
+    with ValkeyServer() as server:
+        used = server.client.info("memory")["used_memory"]
+        server.client.config_set("maxmemory", used + SLOTS * (SLOT_BYTES + 8192))
+        yield server
+
+
+@pytest.fixture
+def valkey(valkey_process):
+    """That server, empty."""
+    valkey_process.client.flushall()
+    return valkey_process
 
 
 @pytest.fixture

@@ -6,26 +6,34 @@ import pytest
 from adp_kv.errors import ConfigError
 from gateway.cards.base import Status
 from gateway.cards.registry import card_kinds, create_card
-from tests.support.cards import random_keys
+from tests.support.cards import nvme_host, random_keys
 
 
-@pytest.mark.parametrize("kind", ["memory", "slab"])
-def test_card_made_by_kind_works(kind, tmp_path, drive):
-    path = {"path": str(tmp_path / "c")} if kind == "slab" else {}
-    driver = drive(create_card(kind, {"capacity_bytes": 1 << 20} | path))
+@pytest.fixture
+def settings(tmp_path, valkey, monkeypatch):
+    """Settings of each kind, as a command line gives them."""
+    monkeypatch.setattr("gateway.cards.nvme.card.KernelHost", nvme_host)
+    return {
+        "memory": {"capacity_bytes": 1 << 20},
+        "slab": {"capacity_bytes": 1 << 20, "path": str(tmp_path / "c")},
+        "nvme_kv": {"devices": "/dev/ng0n1"},
+        "resp": {"endpoints": valkey.unix},
+    }
+
+
+@pytest.mark.parametrize("kind", card_kinds())
+def test_card_made_by_kind_works(kind, settings, drive):
+    assert set(settings) == set(card_kinds())
+    driver = drive(create_card(kind, settings[kind]))
     keys = random_keys(2)
     assert driver.write(keys, [100] * 2) == [Status.OK] * 2
     driver.check(keys, [100] * 2)
 
 
-def test_every_kind_has_a_test():
-    assert card_kinds() == ("memory", "slab")
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        pytest.param("disk", {}, "'disk': unknown; one of memory, slab", id="kind"),
+        pytest.param("disk", {}, "'disk': unknown; one of memory, slab, nvme_kv, resp", id="kind"),
         pytest.param("memory", {}, "memory card.*capacity_bytes", id="missing"),
         pytest.param("memory", {"capacity_bytes": 1 << 20, "sped": 1}, "sped", id="unknown"),
         pytest.param("memory", {"capacity_bytes": "1 GB"}, r"capacity_bytes", id="type"),
@@ -38,6 +46,12 @@ def test_every_kind_has_a_test():
             "slot_bytes",
             id="range",
         ),
+        pytest.param("nvme_kv", {}, "nvme_kv card.*devices", id="nvme-missing"),
+        pytest.param(
+            "nvme_kv", {"devices": "/dev/ng0n1", "dialect": "other"}, "dialect", id="nvme-value"
+        ),
+        pytest.param("resp", {"endpoints": "h:1"}, "resp card: endpoints", id="resp-endpoint"),
+        pytest.param("resp", {"endpoints": "tcp://h:1", "password": 1}, "password", id="resp-type"),
     ],
 )
 def test_wrong_settings_are_named(kind, settings, message):
@@ -48,6 +62,8 @@ def test_wrong_settings_are_named(kind, settings, message):
 def test_registry_alone_imports_no_card():
     code = (
         "import sys, gateway.cards.registry as r; r.card_kinds();"
-        "sys.exit('gateway.cards.slab' in sys.modules or 'xxhash' in sys.modules)"
+        "kinds = ('slab', 'nvme', 'resp', 'memory');"
+        "names = [m for k in kinds for m in sys.modules if m.startswith('gateway.cards.' + k)];"
+        "sys.exit(bool(names) or 'xxhash' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

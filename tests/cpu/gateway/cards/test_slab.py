@@ -1,5 +1,6 @@
 """What a slab card keeps over a restart, and what it does about damage."""
 
+import dataclasses
 import errno
 import threading
 
@@ -242,8 +243,7 @@ def test_failed_io_concerns_its_entry_alone(path, drive, monkeypatch):
             results[1] = -errno.EIO
             request.on_complete(results)
 
-        columns = {name: getattr(request, name) for name in request.__slots__}
-        submit(type(request)(**(columns | {"on_complete": complete})))
+        submit(dataclasses.replace(request, on_complete=complete))
 
     monkeypatch.setattr(engine, "submit", second_fails)
     assert driver.write(keys, [100] * 4) == [OK, Status.IO_ERROR, OK, OK]

@@ -1,0 +1,1 @@
+"""The NVMe key-value card; see `gateway.cards.nvme.card`."""

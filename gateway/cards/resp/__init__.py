@@ -1,0 +1,1 @@
+"""The card over the Valkey/Redis protocol; see `gateway.cards.resp.card`."""
