@@ -6,7 +6,7 @@ import pytest
 
 from tests.support import adapters, tiny_models
 from tests.support.deployment import Deployment, expected_hit, prompt
-from tests.support.engine import Engine, lora
+from tests.support.engine import lora
 
 pytestmark = pytest.mark.vllm
 
@@ -20,13 +20,6 @@ def deployment(tmp_path_factory):
     with Deployment(tmp_path_factory.mktemp("isolation")) as deployment:
         yield deployment
         deployment.gateway.stop()
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with Engine() as engine:
-        yield engine
-        engine.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ The commit records stay, so the lookup still promises a hit and the get finds th
 import pytest
 
 from tests.support.deployment import Deployment, expected_hit, prompt
-from tests.support.engine import Engine
 
 pytestmark = pytest.mark.vllm
 
@@ -14,13 +13,6 @@ CHUNK = 128
 DAMAGED = prompt(31, 4 * CHUNK + 9)
 OTHER = prompt(32, 2 * CHUNK + 9)
 HIT = expected_hit(len(DAMAGED), CHUNK)
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with Engine() as engine:
-        yield engine
-        engine.shutdown()
 
 
 @pytest.fixture(scope="module")

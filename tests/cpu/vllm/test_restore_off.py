@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support import tiny_models
-from tests.support.deployment import OFF_LINE, Deployment, off_lines, prompt
+from tests.support.deployment import Deployment, off_lines, prompt
 from tests.support.engine import Engine
 from tests.support.process import ChildError, free_port, wait_until
 
@@ -11,13 +11,6 @@ pytestmark = pytest.mark.vllm
 
 CHUNK = 128
 PROMPTS = [prompt(51, 3 * CHUNK + 9), prompt(52, 2 * CHUNK + 40)]
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with Engine() as engine:
-        yield engine
-        engine.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +52,13 @@ def test_gateway_killed_while_serving(want, tmp_path):
 
 
 def test_gateway_absent_at_start(engine, want):
-    engine.start("llama", absent(chunk_size=CHUNK))
     before = off_lines(engine.child.log())
+    engine.start("llama", absent(chunk_size=CHUNK))
     done = engine.generate(PROMPTS, max_tokens=20)
     assert [one.token_ids for one in done] == [tokens[:20] for tokens in want]
     assert [one.num_cached_tokens for one in done] == [0, 0]
-    assert off_lines(engine.child.log()) == before == 1
+    assert off_lines(engine.child.log()) == before + 1
     assert "start adp-gateway" in engine.rpc("adp_off")[0]
-    assert OFF_LINE in engine.child.log()
 
 
 def test_gateway_required_and_absent_refuses_to_start(engine):

@@ -8,7 +8,6 @@ import random
 import pytest
 
 from tests.support.deployment import Deployment, prompt
-from tests.support.engine import Engine
 
 pytestmark = pytest.mark.vllm
 
@@ -37,13 +36,6 @@ def random_prompts(seed, count):
         fresh = [numbers.randrange(3, 2000) for _ in range(min(length, 420) - len(shared))]
         prompts.append(shared + fresh)
     return prompts
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with Engine() as engine:
-        yield engine
-        engine.shutdown()
 
 
 @pytest.fixture(scope="module")
