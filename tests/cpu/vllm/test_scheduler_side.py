@@ -127,3 +127,58 @@ def test_chunk_filled_by_the_last_token_is_pinned_before_its_blocks_are_freed(si
     side.on_output(SimpleNamespace(kv_connector_worker_meta=report))
     assert not any(block.ref_cnt for block in side._pool.blocks)
     assert not side.has_pending_saves
+
+
+def test_hashes_that_would_not_repeat_store_nothing(side, module, monkeypatch, caplog):
+    monkeypatch.setattr(module, "hashes_repeatable", lambda: False)
+    request = request_of(CHUNK, 0)
+    with caplog.at_level("ERROR", logger="adp_kv"):
+        side.on_new_request(request)
+        assert side.matched(request, 0) == (0, False)
+        new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=([3, 4],))
+        assert side.build_meta(output_of([new], {"r": CHUNK})).save is None
+        side.on_finished(request)
+    (record,) = caplog.records
+    assert "turned off" in record.message
+    assert "PYTHONHASHSEED=0" in record.message
+
+
+@pytest.mark.parametrize(
+    ("seed", "engine_seed", "repeatable"),
+    [
+        ("7", "7", True),
+        ("random", "any", False),
+        (None, "vllm-none-hash", True),
+        (None, "0f3c", False),
+        (None, None, False),
+    ],
+    ids=["set", "set to random", "vLLM's own", "drawn by vLLM", "vLLM before 0.29"],
+)
+def test_hashes_repeat_only_from_a_known_seed(module, monkeypatch, seed, engine_seed, repeatable):
+    utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    view = importlib.import_module("adp_kv.connector.vllm_view")
+    monkeypatch.setattr(view, "hash_seed", lambda: seed)
+    if engine_seed is None:
+        monkeypatch.delattr(utils, "get_none_hash_seed")
+    else:
+        monkeypatch.setattr(utils, "get_none_hash_seed", lambda: engine_seed)
+    assert view.hashes_repeatable() is repeatable
+
+
+def test_saves_wait_until_a_failed_restore_is_known(side, module):
+    """Pages computed from ones that never came must not be stored (metadata.py)."""
+    report = module.AdpWorkerMetadata(failed_step=5)
+    assert side.build_meta(output_of()).acknowledged_failure == -1
+    side.on_output(SimpleNamespace(kv_connector_worker_meta=report))
+    assert side.build_meta(output_of()).acknowledged_failure == 5
+
+
+@pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR"])
+def test_request_that_ended_badly_saves_nothing_more(side, status):
+    request = request_of(CHUNK + 1, CHUNK)
+    side.on_new_request(request)
+    side._states["r"].blocks = [3, 4]
+    request.status = SimpleNamespace(name=status)
+    side.on_finished(request)
+    assert side.build_meta(output_of()).save is None
+    assert not any(block.ref_cnt for block in side._pool.blocks)
