@@ -12,6 +12,7 @@ from tests.support.process import wait_until
 pytestmark = pytest.mark.vllm
 
 CHUNK = 128
+ROOMY_CARD = {"capacity_bytes": "512MiB", "slot_bytes": "128KiB"}
 TIGHT_RING = {"shared_memory_size": "8MiB", "batch_bytes": "128KiB"}
 
 
@@ -59,7 +60,7 @@ def test_killed_at_random_moments(tmp_path):
         want = [done.token_ids for done in engine.generate(prompts)]
         engine.shutdown()
     hits = []
-    with Deployment(tmp_path, **TIGHT_RING) as deployment:
+    with Deployment(tmp_path, ROOMY_CARD, **TIGHT_RING) as deployment:
         for life in range(6):
             with Engine() as engine:
                 engine.start("llama", deployment.connector(chunk_size=CHUNK))
