@@ -54,7 +54,9 @@ class Deployment:
         self.restart()
 
     def restart(self) -> None:
-        """Start a gateway in the place of the one that is gone."""
+        """Start a gateway in the place of the one that is gone, of which nothing is kept."""
+        if self.address is not None:
+            self.gateway.close()
         self.gateway = Gateway.serve(
             "slab",
             self._card,
