@@ -363,12 +363,19 @@ class SchedulerSide:
         if report.failed_step > self._acknowledged_failure:
             self._acknowledged_failure = report.failed_step
             for state in self._states.values():
-                state.next_chunk = 0  # what was computed from lost pages is computed anew
+                self._consider_again(state)
         for request_id in report.failed_requests & set(self._states):
             self._states[request_id].failed = True
+            self._consider_again(self._states[request_id])
         if report.off and not self._ranks_off:
             self._ranks_off = True
             log.warning("no more lookups and saves: a worker rank has turned the cache off")
+
+    def _consider_again(self, state: RequestState) -> None:
+        """After a failed restore: what is computed anew may have to be stored anew."""
+        state.next_chunk = 0
+        for key in state.keys:
+            self._known.pop(key.tobytes(), None)
 
     def on_finished(self, request: Any) -> None:
         """Forget a request; chunks it filled with its last tokens are saved in the next step."""

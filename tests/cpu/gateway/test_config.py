@@ -167,11 +167,11 @@ def test_settings_can_not_change():
 def test_variables_of_a_kubernetes_service_are_no_settings():
     """A Service called adp-gateway puts these into every container of its namespace."""
     injected = {
-        "ADP_GATEWAY_SERVICE_HOST": "10.0.0.7",
+        "ADP_GATEWAY_SERVICE_HOST": "gateway.invalid",
         "ADP_GATEWAY_SERVICE_PORT": "5557",
         "ADP_GATEWAY_SERVICE_PORT_ZMQ": "5557",
-        "ADP_GATEWAY_PORT": "tcp://10.0.0.7:5557",
-        "ADP_GATEWAY_PORT_5557_TCP_ADDR": "10.0.0.7",
+        "ADP_GATEWAY_PORT": "tcp://gateway.invalid:5557",
+        "ADP_GATEWAY_PORT_5557_TCP_ADDR": "gateway.invalid",
     }
     assert load([], injected) == Settings()
     with pytest.raises(ConfigError, match="service"):

@@ -8,6 +8,7 @@ import importlib
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from adp_kv.config import ConnectorSettings
@@ -182,3 +183,16 @@ def test_request_that_ended_badly_saves_nothing_more(side, status):
     side.on_finished(request)
     assert side.build_meta(output_of()).save is None
     assert not any(block.ref_cnt for block in side._pool.blocks)
+
+
+@pytest.mark.parametrize("how", ["layerwise", "async"])
+def test_chunk_whose_restore_failed_is_stored_again(side, module, how):
+    request = request_of(CHUNK, 0)
+    side.on_new_request(request)
+    side._states["r"].lookup = SimpleNamespace(stored=np.array([True]), expired=False)
+    side.matched(request, 0)  # now the scheduler side believes that the chunk is stored
+    new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=([3, 4],))
+    assert side.build_meta(output_of([new], {"r": CHUNK})).save is None
+    report = {"layerwise": {"failed_step": 1}, "async": {"failed_requests": {"r"}}}[how]
+    side.on_output(SimpleNamespace(kv_connector_worker_meta=module.AdpWorkerMetadata(**report)))
+    assert side.build_meta(output_of([new], {"r": CHUNK})).save.blocks.tolist() == [[3, 4]]
