@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from adp_kv.errors import ConfigError
-from adp_kv.units import GiB, MiB
+from adp_kv.units import GiB, MiB, format_bytes
 from adp_kv.wire.messages import DEFAULT_PORT
 
 FRAGMENT_SIZES = {"local": 261120, "remote": 131072}
@@ -240,10 +240,14 @@ def _parser() -> argparse.ArgumentParser:
     for name in Settings.__struct_fields__:
         if name == "card_options":
             parser.add_argument(
-                "--card-option", action="append", metavar="NAME=VALUE", help=HELP[name]
+                "--card-option",
+                action="append",
+                metavar="NAME=VALUE",
+                help="option of the card, repeatable; docs/cards.md lists them",
             )
             continue
         default = getattr(defaults, name)
-        shown = f"{HELP[name]} (default: {default!r})"
+        told = format_bytes(default) if name in _SIZES and default else repr(default)
+        shown = f"{HELP[name]} (default: {told})"
         parser.add_argument(f"--{name.replace('_', '-')}", metavar="VALUE", help=shown)
     return parser

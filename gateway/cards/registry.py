@@ -5,6 +5,7 @@ Failure scope. ConfigError before anything was touched; the message names the se
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final, TypeVar
@@ -14,6 +15,7 @@ import msgspec
 from adp_kv.errors import ConfigError
 from gateway.cards.base import Card
 
+_MISSING: Final = re.compile(r"missing required field `(\w+)`")
 _Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
 
@@ -45,6 +47,13 @@ def _convert(settings: Mapping[str, object], settings_type: type[_Settings]) -> 
     try:
         return msgspec.convert(dict(settings), settings_type)
     except msgspec.ValidationError as error:
+        missing = _MISSING.search(str(error))
+        if missing:
+            name = missing[1]
+            raise ConfigError(
+                f"{name} is missing: set it with --card-option {name}=VALUE, or in the file "
+                "under [card_options]"
+            ) from error
         raise ConfigError(str(error)) from error
 
 

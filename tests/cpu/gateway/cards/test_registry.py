@@ -34,7 +34,7 @@ def test_card_made_by_kind_works(kind, settings, drive):
     ("kind", "settings", "message"),
     [
         pytest.param("disk", {}, "'disk': unknown; one of memory, slab, nvme_kv, resp", id="kind"),
-        pytest.param("memory", {}, "memory card.*capacity_bytes", id="missing"),
+        pytest.param("memory", {}, "memory card.*--card-option capacity_bytes=", id="missing"),
         pytest.param("memory", {"capacity_bytes": 1 << 20, "sped": 1}, "sped", id="unknown"),
         pytest.param("memory", {"capacity_bytes": "1 GB"}, r"capacity_bytes", id="type"),
         pytest.param(
