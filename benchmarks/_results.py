@@ -184,7 +184,8 @@ def _cpu_name() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of what bears on a figure, as far as it is installed."""
-    found: dict[str, Any] = {"python": platform.python_version(), "linux": platform.release().split("-")[0]}
+    kernel = platform.release().split("-")[0]
+    found: dict[str, Any] = {"python": platform.python_version(), "linux": kernel}
     for name in _DISTRIBUTIONS:
         try:
             found[name] = metadata.version(name)

@@ -42,7 +42,7 @@ HELP = {
     "fragment_size": "longest value of one key on the card; 0: 261120 local, 131072 remote",
     "card": "kind of card: slab (files or block devices), nvme_kv (NVMe key-value namespaces), "
     "resp (Valkey or Redis) or memory (RAM, not kept); docs/cards.md",
-    "card_options": "options of the card, as --card-option NAME=VALUE, repeatable",
+    "card_options": "an option of the card, repeatable; docs/cards.md lists them",
     "batch_bytes": "ranks get slots in batches of about this size, to overlap card and copy",
     "rank_deadline_s": "how long the first rank of a request waits for the last",
     "lease_s": "how long a rank may keep ring slots before the session is ended",
@@ -243,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
                 "--card-option",
                 action="append",
                 metavar="NAME=VALUE",
-                help="option of the card, repeatable; docs/cards.md lists them",
+                help=HELP[name],
             )
             continue
         default = getattr(defaults, name)
