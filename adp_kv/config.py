@@ -49,7 +49,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     save: bool = True
     connect_timeout_s: float = 60.0
     gateway_required: bool = False
-    gateway_timeout_s: float = 5.0
+    gateway_timeout_s: float = 10.0
     lookup_timeout_s: float = 0.5
     load_timeout_s: float = 15.0
     save_timeout_s: float = 60.0

@@ -74,9 +74,11 @@ class Deployment:
             policy: kv_load_failure_policy.
             settings: of the connector; chunk_size is 256 by default.
         """
-        # Two loaded cores may take longer to answer than a deployment should wait.
-        defaults = {"gateway": self.address, "chunk_size": 256, "lookup_timeout_s": 30.0}
-        extra = defaults | settings
+        # Where the ranks of a CPU engine spin on every core, the kernel was seen to keep a
+        # gateway waiting for its turn for nine seconds: longer than a deployment should wait.
+        defaults = {"gateway": self.address, "chunk_size": 256}
+        patience = {"lookup_timeout_s": 30.0, "gateway_timeout_s": 60.0, "load_timeout_s": 60.0}
+        extra = defaults | patience | settings
         config: dict[str, Any] = {
             "kv_connector": "AdpConnector",
             "kv_connector_module_path": "adp_kv.connector",

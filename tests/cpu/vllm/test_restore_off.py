@@ -34,7 +34,7 @@ def absent(**settings):
 def test_gateway_killed_while_serving(want, tmp_path):
     """Two ranks: each says so once, and generation goes on to the same tokens."""
     with Deployment(tmp_path) as deployment, Engine(separate_core=True) as engine:
-        connector = deployment.connector(chunk_size=CHUNK, gateway_timeout_s=2.0)
+        connector = deployment.connector(chunk_size=CHUNK)
         engine.start("llama", connector, tensor_parallel_size=2)
         engine.begin_generate(PROMPTS, max_tokens=400)
         wait_until(lambda: deployment.counters().get("puts", 0) > 0, 60, "saves have begun")
