@@ -50,7 +50,7 @@ def test_llama_tp2_says_the_same_and_dies_whole():
         (together,) = engine.generate([PROMPT], max_tokens=8)
         assert together.token_ids == alone.token_ids
         assert len(engine.child.members()) >= 4  # child, core, two workers
-        engine.begin_generate([PROMPT] * 4, max_tokens=1000)
+        engine.begin_generate([PROMPT] * 64, max_tokens=1000)  # minutes: the kill comes first
         shared_before = {*SHM.iterdir()}
         engine.kill9()
         assert shared_before - {*SHM.iterdir()}, "the engine's shared memory stayed"
