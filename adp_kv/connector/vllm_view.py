@@ -32,7 +32,6 @@ class EngineView:
         engine_id: the same on both sides and in every rank; new at every start.
         block_tokens: tokens of a block; hash_tokens: tokens of a block hash.
         chunk_tokens: tokens of a chunk.
-        bytes_per_block: of one rank, all layers; for budgets.
     """
 
     engine_id: str
@@ -41,7 +40,6 @@ class EngineView:
     block_tokens: int
     hash_tokens: int
     chunk_tokens: int
-    bytes_per_block: int
     address: str
     async_loads: bool
     facts: Mapping[str, object]
@@ -75,7 +73,6 @@ def view_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSetti
         block_tokens=block_tokens,
         hash_tokens=_hash_tokens(vllm_config, kv_cache_config, block_tokens),
         chunk_tokens=_chunk_tokens(settings, block_tokens),
-        bytes_per_block=sum(spec.page_size_bytes for spec in _layer_specs(group).values()),
         address=_address(settings, parallel),
         async_loads=_async_loads(vllm_config, settings),
         facts=_facts(vllm_config, kv_cache_config, settings, block_tokens),

@@ -153,8 +153,13 @@ class WorkerSide:
             rank,
             len(caches),
             self._engine.chunk_tokens,
-            sum(cache.slice_bytes for cache in caches),
+            self._chunk_bytes,
         )
+
+    @property
+    def _chunk_bytes(self) -> int:
+        """Bytes of one chunk on this rank, over all of its caches."""
+        return sum(cache.slice_bytes for cache in self._caches.values())
 
     # Restore
 
@@ -221,7 +226,7 @@ class WorkerSide:
     def _begin_save(self, step: Step, save: Chunks) -> None:
         step.save = self._job(step.meta, save, list(self._caches.values()), load=False)
         self._saves.append(step.save)
-        num_bytes = len(save.keys) * sum(c.slice_bytes for c in self._caches.values())
+        num_bytes = len(save.keys) * self._chunk_bytes
         if self.client.off:
             step.save.abandon("the external cache is off")
         elif self._failed_step > step.meta.acknowledged_failure:
@@ -233,8 +238,7 @@ class WorkerSide:
             step.unsaved = dict(self._caches)
 
     def _unsaved_bytes(self) -> int:
-        chunk_bytes = sum(c.slice_bytes for c in self._caches.values())
-        return sum(job.num_chunks for job in self._saves[:-1]) * chunk_bytes
+        return sum(job.num_chunks for job in self._saves[:-1]) * self._chunk_bytes
 
     def save_layer(self, meta: AdpMetadata, name: str) -> None:
         """Save a layer that has just computed, if it is worth a request of its own."""

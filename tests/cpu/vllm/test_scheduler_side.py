@@ -77,7 +77,6 @@ def side(monkeypatch, module):
         block_tokens=32,
         hash_tokens=32,
         chunk_tokens=CHUNK,
-        bytes_per_block=1,
         address="tcp://127.0.0.1:1",
         async_loads=False,
         facts={},
