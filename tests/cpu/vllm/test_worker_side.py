@@ -1,0 +1,42 @@
+"""The worker side by itself: what no CPU engine shows, since it never schedules ahead."""
+
+import importlib
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from adp_kv.config import ConnectorSettings
+from adp_kv.layout.geometry import CacheGeometry
+
+pytestmark = pytest.mark.vllm
+
+
+class Client:
+    """A rank client that notes what it is asked to save."""
+
+    off = False
+    mover = SimpleNamespace(mark=lambda: None)
+
+    def __init__(self):
+        self.saves = []
+
+    def submit_save(self, job, kind, caches, mark):
+        self.saves.append(job)
+
+
+@pytest.mark.parametrize(("acknowledged", "saved"), [(4, False), (5, True)])
+def test_saves_wait_until_the_scheduler_knows_of_a_failed_restore(acknowledged, saved):
+    with warnings.catch_warnings():  # vLLM's and torch's own
+        warnings.simplefilter("ignore")
+        module = importlib.import_module("adp_kv.connector.worker")
+    side = module.WorkerSide(SimpleNamespace(), ConnectorSettings(), b"n" * 16)
+    side._client = Client()
+    side._caches = {0: CacheGeometry(0, "l.0", 0, 64, 64, 8, 1)}
+    side._failed_step = 5
+    chunks = module.Chunks(np.zeros((1, 2), np.uint64), np.array([[3]]), ["r"])
+    side.finish_step(module.AdpMetadata(step=6, acknowledged_failure=acknowledged, save=chunks))
+    assert bool(side._client.saves) is saved
+    (job,) = side._saves
+    assert job.abandoned is not saved
