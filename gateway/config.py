@@ -49,6 +49,7 @@ HELP = {
     "job_deadline_s": "how long the saves of one step may take before they are forgotten",
     "liveness_s": "a rank silent for longer counts as dead",
     "heartbeat_s": "how often ranks are asked to ping",
+    "metrics": "HOST:PORT of Prometheus metrics and /healthz, such as 127.0.0.1:9464; empty: none",
     "log_level": "DEBUG, INFO, WARNING or ERROR",
 }
 
@@ -70,6 +71,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     job_deadline_s: float = 120.0
     liveness_s: float = 60.0
     heartbeat_s: float = 1.0
+    metrics: str = ""
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
@@ -83,6 +85,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ConfigError(f"placement = {self.placement!r}: expected local or remote")
         if self.log_level not in {"DEBUG", "INFO", "WARNING", "ERROR"}:
             raise ConfigError(f"log_level = {self.log_level!r}: DEBUG, INFO, WARNING or ERROR")
+        if self.metrics and not re.fullmatch(r"(\[[0-9a-f:]+\]|[^:/\s]+):\d{1,5}", self.metrics):
+            raise ConfigError(f"metrics = {self.metrics!r}: expected HOST:PORT")
         for name, low in _LOWEST.items():
             if not getattr(self, name) >= low:  # nan is not
                 raise ConfigError(f"{name} = {getattr(self, name)}: at least {low}")

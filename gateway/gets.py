@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gateway.cards.base import StatusArray
-from gateway.requests import Request, RequestTable, SlotBatch, ignore
+from gateway.requests import Request, RequestTable, SlotBatch, count_failures, ignore
 
 
 class GetTable(RequestTable):
@@ -46,6 +46,7 @@ class GetTable(RequestTable):
         good = status == 0
         self._ctx.counters.add("objects_read", int(good.sum()))
         self._ctx.counters.add("bytes_read", int(request.lengths[batch.span][good].sum()))
+        count_failures(self._ctx.counters, "objects_missed", status)
         if not good.all():
             self._withdraw(request, batch.first + np.flatnonzero(~good))
         if request.failed:
@@ -56,7 +57,6 @@ class GetTable(RequestTable):
 
     def _withdraw(self, request: Request, objects: NDArray[np.int64]) -> None:
         chunks = np.unique(request.chunks[request.chunk_of(objects)], axis=0)
-        self._ctx.counters.add("objects_missed", len(objects))
         self._ctx.counters.add("commits_withdrawn", len(chunks))
         self._ctx.store.uncommit(chunks, ignore)
 
@@ -70,6 +70,9 @@ class GetTable(RequestTable):
 
     def _on_released(self, request: Request, batch: SlotBatch) -> None:
         self._drop(request, batch)
+
+    def _on_abandoned(self, batch: SlotBatch) -> None:
+        """Its objects were read and are counted."""
 
     def _on_end(self, request: Request) -> None:
         """A get leaves nothing behind."""

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import zmq
 
+from adp_kv import __version__
 from adp_kv.errors import AdpError, ConfigError, RingError, WireError
 from adp_kv.ring.region import RingFile, ring_path, sweep
 from adp_kv.wire.frames import MAX_MESSAGE_BYTES, decode_at_gateway, encode
@@ -48,6 +49,8 @@ from gateway.cards.base import Card
 from gateway.config import Settings
 from gateway.counters import Counters
 from gateway.engine import Engine
+from gateway.metrics import ZEROS, Snapshot, histogram_name
+from gateway.metrics_http import MetricsServer
 from gateway.objects import ObjectStore
 from gateway.session import check_hello
 
@@ -82,6 +85,7 @@ class Server:
         self._counters = Counters()
         self._engine: Engine | None = None
         self._ring: RingFile | None = None
+        self._metrics: MetricsServer | None = None
         self._running = True
         self._next_tick = clock()
         self._context = zmq.Context()
@@ -89,10 +93,14 @@ class Server:
         try:
             sweep(ring_path(settings.effective_ring_name))
             self._ring = self._reserve()
+            if settings.metrics:
+                self._metrics = MetricsServer(settings.metrics, clock)
             self._store = ObjectStore(card, settings.effective_fragment_size)
         except BaseException:
             if self._ring is not None:
                 self._ring.close()
+            if self._metrics is not None:
+                self._metrics.close()
             self._close_socket()
             raise
         self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -123,6 +131,25 @@ class Server:
         """All sums since the start, the card's prefixed with card_."""
         card = {f"card_{name}": value for name, value in self._store.card.stats().items()}
         return self._counters.snapshot() | card
+
+    def snapshot(self) -> Snapshot:
+        """Return all metrics as they are now; for the main thread."""
+        values: dict[str, float] = {**ZEROS, **self.counters}
+        values["card_batches_open"] = self._store.num_inflight
+        values["engine_active"] = 0
+        if self._engine is not None:
+            values |= self._engine.gauges()
+        durations = {histogram_name(n): h for n, h in self._counters.durations().items()}
+        for op, histogram in self._store.durations.items():
+            durations[f"card_seconds:{op.name.lower()}"] = histogram.copy()
+        for database, histogram in self._store.card.latencies().items():
+            durations[f"card_database_seconds:{database}"] = histogram
+        return Snapshot({"release": __version__, "card": self._settings.card}, values, durations)
+
+    @property
+    def metrics_port(self) -> int:
+        """The port of the metrics, 0 if they are off."""
+        return 0 if self._metrics is None else self._metrics.port
 
     def stop(self) -> None:
         """Let serve() return; safe from a signal handler or another thread."""
@@ -266,6 +293,8 @@ class Server:
             self._engine = None
 
     def _tick(self) -> None:
+        if self._metrics is not None:
+            self._metrics.publish(self.snapshot())
         engine = self._engine
         if engine is not None:
             engine.tick()
@@ -287,6 +316,8 @@ class Server:
         return True
 
     def _close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
         if self._engine is not None:
             self._engine.end("the gateway is shutting down")
         self._store.close()
