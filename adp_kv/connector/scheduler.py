@@ -28,6 +28,7 @@ from adp_kv.config import ConnectorSettings
 from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata, Chunks
 from adp_kv.connector.vllm_view import EngineView, adapter_folder, hashes_repeatable, root_hash
 from adp_kv.layout.fingerprint import digest, weights_fingerprint
+from adp_kv.metrics import Recorder
 from adp_kv.sdk.lookup import LookupClient, LookupTicket
 from adp_kv.sdk.loop import OFF_MESSAGE
 from adp_kv.wire.keys import KeyArray, chunk_keys
@@ -125,7 +126,7 @@ class SchedulerSide:
         self._repeatable: bool | None = None
         self._ranks_off = False
         self._awaits_answer = False
-        self.counts: dict[str, int] = {}
+        self.stats = Recorder()
         hello = Hello(
             version=PROTOCOL_VERSION,
             release=__version__,
@@ -187,6 +188,8 @@ class SchedulerSide:
         self._hash(state)
         if len(state.keys):
             state.lookup = self.client.ask(state.keys, self._settings.lookup_timeout_s)
+            self.stats.add("lookups")
+            self.stats.add("lookup_chunks", len(state.keys))
 
     def _hash(self, state: RequestState) -> None:
         """Extend the request's chunk keys to all block hashes it has."""
@@ -227,10 +230,21 @@ class SchedulerSide:
         if state.lookup is not None and state.lookup.stored is None and not state.lookup.expired:
             self._awaits_answer = True
             return None, False
+        self._note_answer(state.lookup)
         hit = self._hit_tokens(state, request.num_tokens)
         external = max(0, hit - num_computed)
         state.hit_end = hit
         return external, bool(external) and self._engine.async_loads
+
+    def _note_answer(self, lookup: LookupTicket | None) -> None:
+        if lookup is None or lookup.noted:
+            return
+        lookup.noted = True
+        if lookup.stored is None:
+            self.stats.add("lookups_unanswered")
+            return
+        self.stats.add("lookup_chunks_found", int(lookup.stored.sum()))
+        self.stats.observe("lookup_seconds", lookup.answered_at - lookup.asked_at)
 
     def _hit_tokens(self, state: RequestState, num_tokens: int) -> int:
         """Return the length of the stored prefix; at least one token is left to compute."""
@@ -268,7 +282,7 @@ class SchedulerSide:
             num_local = max(0, start // block - first)
             blocks = [-1] * num_local + blocks[num_local:]
             selection.add(state.keys[i], blocks, request.request_id)
-        self._count("tokens_restored", num_external)
+        self.stats.add("tokens_restored", num_external)
 
     # Save
 
@@ -335,6 +349,7 @@ class SchedulerSide:
             # away before the next step is built.
             self._pool.touch([self._pool.blocks[block] for block in blocks])
             self._save.add(state.keys[i], blocks, state.request.request_id)
+            self.stats.add("chunks_saved")
         state.next_chunk = max(state.next_chunk, full)
 
     def _pin(self, save: Chunks) -> None:
@@ -356,6 +371,7 @@ class SchedulerSide:
         if not isinstance(report, AdpWorkerMetadata):
             return
         for step in report.unsaved_steps & set(self._pins):
+            self.stats.add("chunks_unsaved", len(self._pins[step].keys))
             for key in self._pins[step].keys:
                 self._known.pop(key.tobytes(), None)
         for step, num_ranks in report.saved_steps.items():
@@ -393,9 +409,12 @@ class SchedulerSide:
         """Whether the engine should keep stepping until blocks are given back."""
         return bool(self._pins) or bool(self._save.keys)
 
+    def take_stats(self) -> dict[str, dict[str, Any]] | None:
+        """Return what was counted since the last call, None if nothing."""
+        self.stats.show("off", float(self.off))
+        self.stats.show("pinned_blocks", sum(len(pin.blocks) for pin in self._pins.values()))
+        return self.stats.take()
+
     def close(self) -> None:
         """Stop the lookup client."""
         self.client.close()
-
-    def _count(self, name: str, amount: int = 1) -> None:
-        self.counts[name] = self.counts.get(name, 0) + amount

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata, Chunks
 from adp_kv.connector.vllm_view import EngineView, hooks_will_fire, view_caches, worker_ranks
 from adp_kv.errors import GatewayError
 from adp_kv.layout.geometry import CacheGeometry
+from adp_kv.metrics import Recorder
 from adp_kv.sdk.jobs import Job
 from adp_kv.sdk.rank_client import (
     ASYNC_RESTORE,
@@ -100,6 +102,9 @@ class WorkerSide:
         self._report = AdpWorkerMetadata()
         self._pending_save_bytes = 0
         self._scratch: torch.Tensor | None = None
+        self.stats = Recorder()
+        self._told: dict[str, int] = {}
+        self._dropped: set[int] = set()
 
     @property
     def client(self) -> RankClient:
@@ -209,8 +214,12 @@ class WorkerSide:
         if step.restore is None or index not in step.unfenced:
             return
         step.unfenced.discard(index)
+        began = time.monotonic()
         for ticket in step.restore.wait_cache(index):
             ticket.fence()
+        self.stats.observe("restore_wait_seconds", time.monotonic() - began)
+        if not step.unfenced:
+            self.stats.observe("restore_seconds", time.monotonic() - step.restore.began)
         if step.restore.failed_chunks.any():
             self._on_failed_restore(step.meta, step.restore)
             self._drop_save(step)
@@ -218,6 +227,7 @@ class WorkerSide:
     def _on_failed_restore(self, meta: AdpMetadata, job: Job) -> None:
         if self._failed_step < meta.step:
             log.warning("a restore failed: %s", job.reason)
+            self.stats.add("restores_failed:layerwise")
         self._failed_step = max(self._failed_step, meta.step)
         self._failed_blocks |= job.failed_blocks
 
@@ -228,12 +238,13 @@ class WorkerSide:
         self._saves.append(step.save)
         num_bytes = len(save.keys) * self._chunk_bytes
         if self.client.off:
-            step.save.abandon("the external cache is off")
+            self._drop(step.save, "off", "the external cache is off")
         elif self._failed_step > step.meta.acknowledged_failure:
-            step.save.abandon("a restore failed and the scheduler does not know yet")
+            told = "a restore failed and the scheduler does not know yet"
+            self._drop(step.save, "restore_failed", told)
         elif self._unsaved_bytes() + num_bytes > self._settings.max_pending_save_bytes:
             log.warning("a save of %d bytes was dropped: max_pending_save_bytes", num_bytes)
-            step.save.abandon("max_pending_save_bytes")
+            self._drop(step.save, "max_pending_save_bytes", "max_pending_save_bytes")
         else:
             step.unsaved = dict(self._caches)
 
@@ -253,7 +264,14 @@ class WorkerSide:
     def _drop_save(self, step: Step) -> None:
         step.unsaved = {}
         if step.save is not None:
-            step.save.abandon("the restore of this step failed")
+            self._drop(step.save, "restore_failed", "the restore of this step failed")
+
+    def _drop(self, job: Job, reason: str, told: str) -> None:
+        """Give up a save; reason is the label of its count."""
+        if job.number not in self._dropped and not job.finished:
+            self._dropped.add(job.number)
+            self.stats.add(f"saves_dropped:{reason}")
+        job.abandon(told)
 
     def finish_step(self, meta: AdpMetadata) -> None:
         """Save what is left of the step, as one request."""
@@ -290,7 +308,9 @@ class WorkerSide:
                 waiting.append(restore)
                 continue
             done |= restore.request_ids
+            self.stats.observe("restore_seconds", time.monotonic() - restore.job.began)
             if restore.job.failed_chunks.any():
+                self.stats.add("restores_failed:async")
                 log.warning("an asynchronous restore failed: %s", restore.job.reason)
                 failed |= restore.request_ids
                 self._failed_blocks |= restore.job.failed_blocks
@@ -309,8 +329,9 @@ class WorkerSide:
         pending = []
         for job in self._saves:
             if job.expired:
-                job.abandon("save_timeout_s has passed")
+                self._drop(job, "save_timeout_s", "save_timeout_s has passed")
             if job.finished:
+                self._note_saved(job)
                 report.saved_steps[job.number] = 1
                 if job.abandoned:
                     report.unsaved_steps.add(job.number)
@@ -324,6 +345,24 @@ class WorkerSide:
             self._reported_off = True
             report.off = True
         return report if report != AdpWorkerMetadata() else None
+
+    def _note_saved(self, job: Job) -> None:
+        if job.number in self._dropped:
+            self._dropped.discard(job.number)
+        elif job.abandoned:
+            self.stats.add("saves_dropped:transfer_failed")
+        else:
+            self.stats.observe("save_seconds", time.monotonic() - job.began)
+
+    def take_stats(self) -> dict[str, dict[str, Any]] | None:
+        """Return what was counted since the last call, None if nothing."""
+        counts = {} if self._client is None else dict(self._client.counts)
+        if self._client is not None and self._client.off:
+            counts["turned_off"] = 1
+        for name, total in counts.items():
+            self.stats.add(name, total - self._told.get(name, 0))
+        self._told |= counts
+        return self.stats.take()
 
     def close(self) -> None:
         """Stop the client; waits for copies in flight."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +27,16 @@ class LookupTicket:
 
     Attributes:
         deadline: on the monotonic clock; after it the question counts as unanswered.
+        asked_at, answered_at: on the same clock.
         stored: bool [num_chunks] once answered, None before.
+        noted: free for the one who asked.
     """
 
     num_chunks: int
     deadline: float
+    asked_at: float = field(default_factory=time.monotonic)
+    answered_at: float = 0.0
+    noted: bool = False
     stored: NDArray[np.bool_] | None = None
 
     @property
@@ -77,6 +82,7 @@ class LookupClient(ChannelLoop):
             return
         ticket = self._tickets.pop(message.request, None)
         if ticket is not None and len(message.stored) == ticket.num_chunks:
+            ticket.answered_at = time.monotonic()
             ticket.stored = np.frombuffer(message.stored, dtype=np.bool_)
             self._news.set()
 

@@ -31,7 +31,9 @@ def step(team, number, rng):
     chunks = CHUNKS[rng.sample(range(len(CHUNKS)), rng.randint(1, 5))]
     blocks = blocks_of(*(2 * i for i in range(len(chunks))))
     jobs = team.jobs(number, chunks, blocks, timeout_s=2.0)
-    what = rng.choice(["save", "save", "restore", "restore", "lookup", "disagree", "alone", "abort"])
+    what = rng.choice(
+        ["save", "save", "restore", "restore", "lookup", "disagree", "alone", "abort"]
+    )
     if what == "lookup":
         team.stored(chunks)
         return []
@@ -67,9 +69,15 @@ def test_sums_hold_after_random_operation(seed):
         serving.assert_idle(10)
         values = now(serving)
         assert not broken(values, ("always", "idle"))
-        assert values["objects_read"] and values["objects_missed"] and values["objects_written"]
-        assert values["rank_disagreements"] and values["gets_failed"]
-        moved = {n: sum(r.counts.get(n, 0) for r in team.ranks) for n in ("bytes_saved", "bytes_restored")}
+        assert values["objects_read"]
+        assert values["objects_missed"]
+        assert values["objects_written"]
+        assert values["rank_disagreements"]
+        assert values["gets_failed"]
+        moved = {
+            n: sum(r.counts.get(n, 0) for r in team.ranks)
+            for n in ("bytes_saved", "bytes_restored")
+        }
         assert values["bytes_written"] <= moved["bytes_saved"]
         assert moved["bytes_restored"] <= values["bytes_read"]
         _end_in_the_middle(serving, team)

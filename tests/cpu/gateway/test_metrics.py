@@ -1,4 +1,4 @@
-"""The gateway's endpoint: what it says, that it is off unless asked for, that it holds nobody up."""
+"""The endpoint: what it says, that it is off unless asked for, that it holds nobody up."""
 
 import re
 import socket
@@ -45,7 +45,9 @@ def test_text_is_read_back_as_it_was_meant():
         histogram.observe(seconds)
     values = {"lookups": 3, "objects_missed": 5, "objects_missed:absent": 4}
     values |= {"objects_missed:corrupt": 1, "ring_slots:get": 8, "card_evicted": 2}
-    text = render(Snapshot({"release": 'a"b\n', "card": "m"}, values, {"get_seconds:total": histogram}))
+    text = render(
+        Snapshot({"release": 'a"b\n', "card": "m"}, values, {"get_seconds:total": histogram})
+    )
     families = {f.name.removeprefix(PREFIX): f for f in text_string_to_metric_families(text)}
     assert families["info"].samples[0].labels == {"release": 'a"b\n', "card": "m"}
     assert families["lookups"].type == "counter"
@@ -100,7 +102,7 @@ def test_wrong_address_is_named(wrong):
 def test_taken_port_is_named_and_leaves_nothing():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match="metrics = .*in use; choose a free port"):
+        with pytest.raises(ConfigError, match=r"metrics = .*in use; choose a free port"):
             Serving(metrics=address)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from adp_kv.config import ConnectorSettings
+from adp_kv.sdk.lookup import LookupTicket
 
 pytestmark = pytest.mark.vllm
 
@@ -188,7 +189,7 @@ def test_request_that_ended_badly_saves_nothing_more(side, status):
 def test_chunk_whose_restore_failed_is_stored_again(side, module, how):
     request = request_of(CHUNK, 0)
     side.on_new_request(request)
-    side._states["r"].lookup = SimpleNamespace(stored=np.array([True]), expired=False)
+    side._states["r"].lookup = LookupTicket(1, 0.0, stored=np.array([True]))
     side.matched(request, 0)  # now the scheduler side believes that the chunk is stored
     new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=([3, 4],))
     assert side.build_meta(output_of([new], {"r": CHUNK})).save is None
