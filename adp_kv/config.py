@@ -91,6 +91,11 @@ def connector_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
         raise ConfigError(f"kv_connector_extra_config: {error}") from error
 
 
+def environment(name: str) -> str | None:
+    """Return a variable of the environment, None if it is not set."""
+    return os.environ.get(name)
+
+
 def hash_seed() -> str | None:
     """Return PYTHONHASHSEED as it stands in the environment, None if it is not set."""
-    return os.environ.get("PYTHONHASHSEED")
+    return environment("PYTHONHASHSEED")

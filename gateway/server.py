@@ -28,13 +28,16 @@ from adp_kv import __version__
 from adp_kv.errors import AdpError, ConfigError, RingError, WireError
 from adp_kv.ring.region import RingFile, ring_path, sweep
 from adp_kv.wire.frames import MAX_MESSAGE_BYTES, decode_at_gateway, encode
+from adp_kv.wire.keys import unpack_keys
 from adp_kv.wire.messages import (
     Attached,
     Failed,
     Get,
     Goodbye,
     Hello,
+    Inspect,
     Lookup,
+    LookupReply,
     Ping,
     Pong,
     Put,
@@ -45,7 +48,7 @@ from adp_kv.wire.messages import (
     ToGateway,
     ToRank,
 )
-from gateway.cards.base import Card
+from gateway.cards.base import Card, StatusArray
 from gateway.config import Settings
 from gateway.counters import Counters
 from gateway.engine import Engine
@@ -212,6 +215,9 @@ class Server:
         if isinstance(message, StatsRequest):
             self._deliver(identity, StatsReply(self.counters))
             return
+        if isinstance(message, Inspect):
+            self._inspect(identity, message)
+            return
         engine = self._engine
         rank = None if engine is None else engine.rank_of(identity)
         if engine is None or rank is None or engine.ended is not None:
@@ -227,6 +233,16 @@ class Server:
             if isinstance(message, Get | Put):
                 self._deliver(identity, Failed(message.seq, str(error)))
             raise
+
+    def _inspect(self, identity: bytes, message: Inspect) -> None:
+        chunks = unpack_keys(message.chunks)
+        if not len(chunks):
+            raise WireError("a question names no chunk")
+
+        def then(status: StatusArray) -> None:
+            self._deliver(identity, LookupReply(message.request, (status == 0).tobytes()))
+
+        self._store.committed(chunks, then)
 
     def _dispatch(self, engine: Engine, identity: bytes, rank: int, message: ToGateway) -> None:
         if isinstance(message, Get | Put | Release):

@@ -167,12 +167,22 @@ class SchedulerSide:
                     OFF_MESSAGE,
                 )
                 return False
+            root = root_hash()
             facts = {
                 "engine": dict(self._engine.facts),
-                "root": root_hash(),
+                "root": root,
                 "geometry": self.client.welcome.geometry,
             }
             self._namespace = digest(facts)
+            log.info(
+                "keys of this engine, for adp-kv inspect: --namespace %s --root %s "
+                "--algorithm %s --hash-tokens %d --chunk-tokens %d",
+                self._namespace.hex(),
+                root.hex(),
+                self._engine.facts.get("hash"),
+                self._engine.hash_tokens,
+                self._engine.chunk_tokens,
+            )
         return True
 
     # Lookup and restore

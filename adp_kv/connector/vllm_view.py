@@ -315,3 +315,33 @@ def adapter_folder(request: Any) -> Path | None:
     lora = getattr(request, "lora_request", None)
     path = getattr(lora, "lora_path", None)
     return Path(path) if path else None
+
+
+def prompt_hashes(
+    tokens: list[int], hash_tokens: int, algorithm: str, root: bytes, salt: str | None
+) -> list[bytes]:
+    """Return the block hashes an engine would give a prompt of text, with vLLM's own code.
+
+    Args:
+        tokens: of the prompt.
+        hash_tokens: tokens of a block hash.
+        algorithm: as vLLM's --prefix-caching-hash-algo.
+        root: the engine's root hash; set for this whole process.
+        salt: the request's cache_salt.
+    """
+    from vllm.sampling_params import SamplingParams  # noqa: PLC0415
+    from vllm.utils.hashing import get_hash_fn_by_name  # noqa: PLC0415
+    from vllm.v1.core import kv_cache_utils  # noqa: PLC0415
+    from vllm.v1.request import Request  # noqa: PLC0415
+
+    hash_fn = get_hash_fn_by_name(algorithm)
+    kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(root)
+    request = Request(
+        request_id="inspect",
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        cache_salt=salt,
+        block_hasher=kv_cache_utils.get_request_block_hasher(hash_tokens, hash_fn),
+    )
+    return [bytes(block_hash) for block_hash in request.block_hashes]

@@ -128,6 +128,16 @@ class LookupReply(_Message, frozen=True, tag="lookup_reply"):
     stored: bytes
 
 
+class Inspect(_Message, frozen=True, tag="inspect"):
+    """Anyone may ask which chunks are stored whole, without Hello; answered by a LookupReply.
+
+    Keys are digests that nobody can guess: who names one knows the prompt and the namespace.
+    """
+
+    request: int
+    chunks: bytes
+
+
 class Get(_Message, frozen=True, tag="get"):
     """Read the objects of caches x chunks into ring slots.
 
@@ -223,7 +233,7 @@ class StatsReply(_Message, frozen=True, tag="stats_reply"):
 
 
 ToGateway: TypeAlias = (
-    Hello | Attached | Lookup | Get | Put | Release | Ping | Pong | Goodbye | StatsRequest
+    Hello | Attached | Lookup | Inspect | Get | Put | Release | Ping | Pong | Goodbye | StatsRequest
 )
 ToRank: TypeAlias = (
     Welcome | Refused | LookupReply | Granted | Failed | Ping | Pong | Goodbye | StatsReply

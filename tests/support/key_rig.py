@@ -153,12 +153,21 @@ def _cache_config(setup, config, stage=0, num_stages=1):
     return KVCacheConfig(NUM_BLOCKS, [], groups, kv_cache_layout=setup.layout_name)
 
 
-def _geometry(setup, config, engine, view):
-    """Return what the gateway tells: its digest of all ranks' caches."""
+def hellos(setup):
+    """Return what every rank of the setup would say to the gateway, by rank."""
+    import adp_kv.connector.vllm_view as view
+
+    config = _vllm_config(setup)
+    settings = ConnectorSettings(**setup.settings)
+    engine = view.view_engine(config, _cache_config(setup, config), settings)
+    return _hellos(setup, config, engine, view)
+
+
+def _hellos(setup, config, engine, view):
     parallel = config.parallel_config
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     order = {"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3)}[setup.layout]
-    session = Session(engine.engine_id, engine.world_size, digest(engine.facts))
+    said = []
     for rank in range(engine.world_size):
         cache_config = _cache_config(setup, config, rank // tp, pp)
         (group,) = cache_config.kv_cache_groups
@@ -167,17 +176,26 @@ def _geometry(setup, config, engine, view):
         stored = torch.zeros([shape[i] for i in order], dtype=spec.dtype)
         tensors = dict.fromkeys(group.layer_names, stored.permute(order))  # its own inverse
         caches = view.view_caches(tensors, config, cache_config, engine, rank % tp)
-        hello = Hello(
-            version=PROTOCOL_VERSION,
-            release="any",
-            engine=engine.engine_id,
-            rank=rank,
-            world_size=engine.world_size,
-            namespace=digest(engine.facts),
-            caches=declare(caches),
-            pid=setup.process.get("pid", 1) + rank,
+        said.append(
+            Hello(
+                version=PROTOCOL_VERSION,
+                release="any",
+                engine=engine.engine_id,
+                rank=rank,
+                world_size=engine.world_size,
+                namespace=digest(engine.facts),
+                caches=declare(caches),
+                pid=setup.process.get("pid", 1) + rank,
+            )
         )
-        session.join(bytes([rank]), hello, 0.0)
+    return said
+
+
+def _geometry(setup, config, engine, view):
+    """Return what the gateway tells: its digest of all ranks' caches."""
+    session = Session(engine.engine_id, engine.world_size, digest(engine.facts))
+    for hello in _hellos(setup, config, engine, view):
+        session.join(bytes([hello.rank]), hello, 0.0)
     session.settle()
     return session.geometry()
 
