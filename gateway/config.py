@@ -181,11 +181,21 @@ def _build(given: Mapping[str, Any]) -> Settings:
 def _from_file(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            return tomllib.load(file)
+            found = tomllib.load(file)
     except OSError as error:
         raise ConfigError(str(error.strerror)) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(str(error)) from error
+    options = found.get("card_options")
+    if isinstance(options, dict):
+        found["card_options"] = {name: _sized(value) for name, value in options.items()}
+    return found
+
+
+def _sized(value: object) -> object:
+    """Return bytes where text is a number with a unit, as the command line would take it."""
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    return value if match is None or not match[2] else _value(match[0].strip())
 
 
 def _from_flags(flags: Mapping[str, Any], options: Sequence[str]) -> dict[str, Any]:

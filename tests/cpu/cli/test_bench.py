@@ -6,7 +6,7 @@ import pytest
 
 from adp_kv.cli import bench, main
 from adp_kv.errors import AdpError, ConfigError
-from gateway.bench import CardBench
+from gateway.bench import LANES, VALUES_A_BATCH, CardBench
 from tests.support.cards import memory_card
 
 SLAB = ["--card=slab", "--card-option=capacity_bytes=64MiB", "--card-option=num_databases=2"]
@@ -29,7 +29,8 @@ def test_full_card_ends_writing_and_everything_is_deleted(monkeypatch):
     close = card.close
     monkeypatch.setattr(card, "close", lambda: (left.append(card.stats()["values"]), close()))
     told = CardBench(card, 4096, 20.0).run()
-    assert told["write"]["failed_values"] > 0
+    # No more than was under way when the first one was refused.
+    assert 0 < told["write"]["failed_values"] <= LANES * VALUES_A_BATCH
     assert told["read"]["failed_values"] == 0
     assert told["read"]["gb_s"] > 0
     assert left == [0]
