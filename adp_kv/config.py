@@ -18,10 +18,12 @@ import msgspec
 
 from adp_kv.errors import ConfigError
 from adp_kv.units import GiB, MiB
+from adp_kv.wire.curve import require_key
 from adp_kv.wire.messages import DEFAULT_PORT
 
 HELP = {
     "gateway": "ZeroMQ address of this engine's gateway: tcp://HOST:PORT or ipc:///PATH",
+    "key_file": "secret that both sides have, for a gateway on another host's address; empty: none",
     "chunk_size": "tokens of an object and of a hit, a multiple of the block size; 0: about 256",
     "key_namespace": "deployments with different names never read each other's objects",
     "nvlink_fanout": "MLA with TP: each rank copies a share of a layer, NVLink brings the rest",
@@ -42,6 +44,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """Every setting with its default; HELP says what each does."""
 
     gateway: str = f"tcp://127.0.0.1:{DEFAULT_PORT}"
+    key_file: str = ""
     chunk_size: int = 0
     key_namespace: str = ""
     nvlink_fanout: bool = False
@@ -61,6 +64,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             raise ConfigError(
                 f"gateway = {self.gateway!r}: expected tcp://HOST:PORT or ipc:///absolute/path"
             )
+        require_key("gateway", self.gateway, self.key_file)
         if self.nvlink_fanout:
             raise ConfigError("nvlink_fanout = true: not available in this release; remove it")
         if self.chunk_size < 0:

@@ -21,6 +21,7 @@ import msgspec
 
 from adp_kv.errors import ConfigError
 from adp_kv.units import GiB, MiB, format_bytes
+from adp_kv.wire.curve import require_key
 from adp_kv.wire.messages import DEFAULT_PORT
 
 FRAGMENT_SIZES = {"local": 261120, "remote": 131072}
@@ -35,6 +36,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 HELP = {
     "listen": "ZeroMQ address to serve: tcp://HOST:PORT or ipc:///PATH",
+    "key_file": "secret that both sides have; needed to listen on other than loopback or ipc",
     "ring_name": "makes /dev/shm/adp_kv-<ring_name>.ring; default: from the address",
     "shared_memory_size": "bytes of ring slots, half for reads and half for writes",
     "io_size": "largest object the ring is cut for; 0: what the engine declares",
@@ -58,6 +60,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Every setting of the gateway with its default; HELP says what each does."""
 
     listen: str = f"tcp://127.0.0.1:{DEFAULT_PORT}"
+    key_file: str = ""
     ring_name: str = ""
     shared_memory_size: int = 6 * GiB
     io_size: int = 0
@@ -79,6 +82,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ConfigError(
                 f"listen = {self.listen!r}: expected tcp://HOST:PORT or ipc:///absolute/path"
             )
+        require_key("listen", self.listen, self.key_file)
         if self.ring_name and not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", self.ring_name):
             raise ConfigError(f"ring_name = {self.ring_name!r}: letters, digits, '_', '.', '-'")
         if self.placement not in FRAGMENT_SIZES:

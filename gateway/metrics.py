@@ -48,6 +48,7 @@ METRICS = (
     Metric("rank_disagreements", "counter", "requests on which ranks disagreed: report it"),
     Metric("hellos_refused", "counter", "ranks turned away, those asked to try again included"),
     Metric("sessions_ended", "counter", "engines that left, died or were ended"),
+    Metric("peers_refused", "counter", "connections without the gateway's key"),
     Metric("bad_messages", "counter", "messages that were no protocol, or broke it"),
     Metric("unexpected_errors", "counter", "errors nobody expected; each ends a session"),
     Metric("engine_active", "gauge", "1 while an engine is being served"),

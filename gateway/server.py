@@ -27,6 +27,7 @@ import zmq
 from adp_kv import __version__
 from adp_kv.errors import AdpError, ConfigError, RingError, WireError
 from adp_kv.ring.region import RingFile, ring_path, sweep
+from adp_kv.wire.curve import CurveKeys, read_keys
 from adp_kv.wire.frames import MAX_MESSAGE_BYTES, decode_at_gateway, encode
 from adp_kv.wire.keys import unpack_keys
 from adp_kv.wire.messages import (
@@ -52,6 +53,7 @@ from gateway.cards.base import Card, StatusArray
 from gateway.config import Settings
 from gateway.counters import Counters
 from gateway.engine import Engine
+from gateway.gatekeeper import Gatekeeper
 from gateway.metrics import ZEROS, Snapshot, histogram_name
 from gateway.metrics_http import MetricsServer
 from gateway.objects import ObjectStore
@@ -91,8 +93,10 @@ class Server:
         self._metrics: MetricsServer | None = None
         self._running = True
         self._next_tick = clock()
+        keys = read_keys(settings.key_file)
         self._context = zmq.Context()
-        self._socket = self._bind()
+        self._gatekeeper = None if keys is None else Gatekeeper(self._context, keys)
+        self._socket = self._bind(keys)
         try:
             sweep(ring_path(settings.effective_ring_name))
             self._ring = self._reserve()
@@ -108,17 +112,20 @@ class Server:
             raise
         self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def _bind(self) -> zmq.Socket[bytes]:
+    def _bind(self, keys: CurveKeys | None) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         router.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
         router.setsockopt(zmq.LINGER, 200)
+        if keys is not None:
+            keys.protect_server(router)
         try:
             _refuse_taken_path(self._settings.listen)
             router.bind(self._settings.listen)
         except (OSError, zmq.ZMQError) as error:
             router.close(0)
+            self._close_gate()
             self._context.term()
             raise ConfigError(
                 f"listen = {self._settings.listen}: {error}; is another gateway running there? "
@@ -138,6 +145,8 @@ class Server:
     def snapshot(self) -> Snapshot:
         """Return all metrics as they are now; for the main thread."""
         values: dict[str, float] = {**ZEROS, **self.counters}
+        if self._gatekeeper is not None:
+            values["peers_refused"] = self._gatekeeper.num_refused
         values["card_batches_open"] = self._store.num_inflight
         values["engine_active"] = 0
         if self._engine is not None:
@@ -166,6 +175,8 @@ class Server:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._store.wakeup_fd, zmq.POLLIN)
         poller.register(self._stop_fd, zmq.POLLIN)
+        if self._gatekeeper is not None:
+            poller.register(self._gatekeeper.socket, zmq.POLLIN)
         log.info(
             "serving %s; card %s, fragment_size %d",
             self._settings.listen,
@@ -186,6 +197,8 @@ class Server:
             self._close()
 
     def _turn(self) -> None:
+        if self._gatekeeper is not None:
+            self._gatekeeper.answer()
         self._store.poll()
         for _ in range(MESSAGES_A_TURN):
             try:
@@ -345,8 +358,13 @@ class Server:
         os.close(self._stop_fd)
         self._stop_fd = -1
 
+    def _close_gate(self) -> None:
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+
     def _close_socket(self) -> None:
         self._socket.close()
+        self._close_gate()
         self._context.term()
         if self._settings.listen.startswith("ipc://"):
             Path(self._settings.listen.removeprefix("ipc://")).unlink(missing_ok=True)

@@ -52,16 +52,17 @@ class Subject:
 
     Attributes:
         shared_memory_size: the ring that shall fit.
-        gateway: address to try; empty: don't.
+        gateway: address to try; empty: don't. key_file: its key.
         shm: where rings live.
         ask: how a gateway is asked for its counters.
     """
 
     shared_memory_size: int
     gateway: str
+    key_file: str = ""
     shm: Path = SHM_DIR
     gpus: Callable[[], Gpus] = find_gpus
-    ask: Callable[[str, float], dict[str, int]] = ask_stats
+    ask: Callable[[str, float, str], dict[str, int]] = ask_stats
 
 
 def examine(subject: Subject) -> list[Finding]:
@@ -252,7 +253,7 @@ def check_gateway(subject: Subject) -> Finding:
     if not subject.gateway:
         return Finding("gateway", "absent", "not asked for: --gateway ADDRESS")
     try:
-        counters = subject.ask(subject.gateway, 2.0)
+        counters = subject.ask(subject.gateway, 2.0, subject.key_file)
     except Exception as error:  # noqa: BLE001  whatever it is, it is a finding
         return Finding("gateway", "fail", str(error), f"adp-gateway --listen {subject.gateway}")
     return Finding(

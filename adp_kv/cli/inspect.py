@@ -4,22 +4,17 @@ The engine logs what its keys are made of ("keys of this engine, for adp-kv insp
 that and the prompt's tokens this computes the same keys, with vLLM's own hashes. Prompts with
 LoRA adapters or pictures have more in their hashes and can't be looked up here.
 
-Failure scope: ConfigError for wrong arguments, GatewayError without a gateway.
+Failure scope: ConfigError for wrong arguments; nothing here speaks to the gateway.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from adp_kv.errors import ConfigError
-from adp_kv.sdk.stats import ask_stored
 from adp_kv.wire.keys import KEY_BYTES, KeyArray, chunk_keys
 
 
@@ -81,18 +76,8 @@ def keys_of(keys: Keys, tokens: list[int], salt: str | None) -> KeyArray:
     return chunk_keys(keys.namespace, hashes[step - 1 :: step])
 
 
-Ask = Callable[[str, KeyArray, float], NDArray[np.bool_]]
-
-
-def stored_chunks(
-    address: str, chunks: KeyArray, chunk_tokens: int, timeout_s: float, ask: Ask = ask_stored
-) -> dict[str, object]:
-    """Return what a gateway's card holds of a prompt.
-
-    Raises:
-        GatewayError: No answer in time.
-    """
-    stored = ask(address, chunks, timeout_s).tolist()
+def as_result(chunks: KeyArray, stored: list[bool], chunk_tokens: int) -> dict[str, object]:
+    """Return what a card holds of a prompt, by name; stored as the gateway answered."""
     prefix = stored.index(False) if False in stored else len(stored)
     return {
         "chunks": len(stored),

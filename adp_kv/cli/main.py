@@ -14,6 +14,7 @@ from adp_kv.cli import bench, doctor, size
 from adp_kv.cli import inspect as inspection
 from adp_kv.cli.show import show_facts, show_json, show_rows
 from adp_kv.errors import AdpError, ConfigError
+from adp_kv.sdk.stats import ask_stored
 from adp_kv.units import GiB, KiB, MiB, format_bytes
 from adp_kv.wire.messages import DEFAULT_PORT
 
@@ -30,7 +31,8 @@ def _bytes(text: str) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    findings = doctor.examine(doctor.Subject(args.shared_memory_size, args.gateway))
+    subject = doctor.Subject(args.shared_memory_size, args.gateway, args.key_file)
+    findings = doctor.examine(subject)
     failed = any(finding.status == "fail" for finding in findings)
     if args.json:
         fields = ("name", "status", "found", "fix")
@@ -91,7 +93,8 @@ def _inspect(args: argparse.Namespace) -> int:
         args.chunk_tokens,
     )
     chunks = inspection.keys_of(keys, inspection.read_tokens(args.tokens), args.salt)
-    found = inspection.stored_chunks(args.gateway, chunks, args.chunk_tokens, args.timeout)
+    stored = ask_stored(args.gateway, chunks, args.timeout, args.key_file).tolist()
+    found = inspection.as_result(chunks, stored, args.chunk_tokens)
     readable = {k: v for k, v in found.items() if k != "by_chunk"}
     _show(args, found, readable=readable)
     if not args.json:
@@ -147,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("doctor", _doctor, "check this machine; each line says what to do")
     sub.add_argument("--shared-memory-size", type=_bytes, default=6 * GiB, metavar="BYTES")
     sub.add_argument("--gateway", default="", metavar="ADDRESS", help="also ask this gateway")
+    sub.add_argument("--key-file", default="", metavar="FILE", help="of that gateway")
     _add_size(command("size", _size, "ring and card for a model, from its config.json"))
     sub = command("bench", _bench, "measure link, scatter or card on this machine")
     sub.add_argument("what", choices=("link", "scatter", "card"))
@@ -155,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--pages", type=int, default=16, help="scatter: pages of a slice")
     sub = command("inspect", _inspect, "which chunks of a prompt are on the card")
     sub.add_argument("--gateway", default=_GATEWAY, metavar="ADDRESS")
+    sub.add_argument("--key-file", default="", metavar="FILE", help="of that gateway")
     for name in ("namespace", "root", "algorithm"):
         sub.add_argument(f"--{name}", required=True, help="as the engine logs it")
     for name in ("hash-tokens", "chunk-tokens"):

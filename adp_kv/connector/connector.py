@@ -18,6 +18,7 @@ from adp_kv.connector.stats import AdpPromMetrics, AdpStats
 from adp_kv.connector.vllm_view import view_engine
 from adp_kv.connector.worker import WorkerSide
 from adp_kv.layout.fingerprint import digest
+from adp_kv.wire.curve import read_keys
 
 
 class AdpConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
@@ -27,6 +28,7 @@ class AdpConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         settings = connector_settings(extra)
+        read_keys(settings.key_file)  # a wrong one ends the start, not the cache later
         engine = view_engine(vllm_config, kv_cache_config, settings)
         namespace = digest(engine.facts)
         self._config = kv_cache_config

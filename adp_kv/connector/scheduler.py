@@ -140,6 +140,7 @@ class SchedulerSide:
         self.client = LookupClient(
             hello, engine.address, settings.gateway_timeout_s, settings.connect_timeout_s
         )
+        self.client.key_file = settings.key_file
         self.client.start()
         # The ranks have joined, or given up: the Welcome comes at once, and the first
         # request need not wait for it.

@@ -150,6 +150,7 @@ class WorkerSide:
             self._settings.gateway_timeout_s,
             self._settings.connect_timeout_s,
         )
+        self._client.key_file = self._settings.key_file
         self._client.start()
         if not self._client.wait_settled() and self._settings.gateway_required:
             raise GatewayError(f"{self._client.off_reason} (gateway_required is set)")

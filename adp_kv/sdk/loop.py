@@ -31,6 +31,9 @@ JOIN_TIMEOUT_S = 5.0
 class ChannelLoop(ABC):
     """Base of the SDK's clients; off_message begins the line that says it went off.
 
+    Attributes:
+        key_file: of the channel; set before start().
+
     Args:
         hello: who this is; sent until the gateway welcomes the engine.
         address, timeout_s: of the channel.
@@ -44,6 +47,7 @@ class ChannelLoop(ABC):
     ) -> None:
         self.off_reason: str | None = None
         self.welcome: Welcome | None = None
+        self.key_file = ""
         self._hello = hello
         self._address = address
         self._timeout_s = timeout_s
@@ -108,7 +112,7 @@ class ChannelLoop(ABC):
             self.on_exit()
 
     def _connect(self) -> None:
-        self._channel = Channel(self._address, self._timeout_s)
+        self._channel = Channel(self._address, self._timeout_s, key_file=self.key_file)
         deadline = time.monotonic() + self._connect_timeout_s
         welcome = self._channel.handshake(self._hello, deadline, lambda: self._stopping)
         self._channel.watch(self._wake_fd)  # not before: what was asked meanwhile must wait

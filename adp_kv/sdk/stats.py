@@ -21,28 +21,32 @@ _Reply = TypeVar("_Reply")
 _POLL_S = 0.02
 
 
-def ask_stats(address: str, timeout_s: float) -> dict[str, int]:
+def ask_stats(address: str, timeout_s: float, key_file: str = "") -> dict[str, int]:
     """Return a gateway's counters by name (docs/metrics.md).
 
     Raises:
         GatewayError: No answer in time.
     """
-    return _ask(address, StatsRequest(), StatsReply, timeout_s).counters
+    return _ask(address, StatsRequest(), StatsReply, timeout_s, key_file).counters
 
 
-def ask_stored(address: str, chunks: KeyArray, timeout_s: float) -> NDArray[np.bool_]:
+def ask_stored(
+    address: str, chunks: KeyArray, timeout_s: float, key_file: str = ""
+) -> NDArray[np.bool_]:
     """Return which chunks a gateway's card holds whole: bool [n].
 
     Raises:
         GatewayError: No answer in time.
     """
-    reply = _ask(address, Inspect(1, pack_keys(chunks)), LookupReply, timeout_s)
+    reply = _ask(address, Inspect(1, pack_keys(chunks)), LookupReply, timeout_s, key_file)
     return np.frombuffer(reply.stored, dtype=np.bool_)
 
 
-def _ask(address: str, question: ToGateway, kind: type[_Reply], timeout_s: float) -> _Reply:
+def _ask(
+    address: str, question: ToGateway, kind: type[_Reply], timeout_s: float, key_file: str
+) -> _Reply:
     deadline = time.monotonic() + timeout_s
-    with Channel(address, timeout_s) as channel:
+    with Channel(address, timeout_s, key_file=key_file) as channel:
         asked = False
         while time.monotonic() < deadline:
             if not asked:

@@ -45,7 +45,7 @@ def test_every_trouble_comes_with_its_fix(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _which: (8 * MiB, 8 * MiB))
     monkeypatch.setattr(doctor, "_SYS_IO_URING_SETUP", 100_000)  # no such system call
 
-    def nobody(address, _timeout_s):
+    def nobody(address, _timeout_s, _key_file):
         raise GatewayError(f"no gateway answers at {address}")
 
     apart = Gpus(["A", "B"], "12.4", {(0, 1): False})
