@@ -32,6 +32,7 @@ HELP = {
     "connect_timeout_s": "how long the engine's start waits for the gateway and the other ranks",
     "gateway_required": "true: an engine whose gateway is not there at start does not start",
     "gateway_timeout_s": "a gateway silent for longer turns the external cache off",
+    "reconnect": "true: take up a gateway that was restarted; false: both restart together",
     "lookup_timeout_s": "a lookup unanswered for longer counts as no hit",
     "load_timeout_s": "a restore that takes longer is a failed load",
     "save_timeout_s": "a save that takes longer is dropped",
@@ -53,6 +54,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     connect_timeout_s: float = 60.0
     gateway_required: bool = False
     gateway_timeout_s: float = 10.0
+    reconnect: bool = False
     lookup_timeout_s: float = 0.5
     load_timeout_s: float = 15.0
     save_timeout_s: float = 60.0

@@ -39,6 +39,7 @@ log = logging.getLogger("adp_kv")
 MAX_KNOWN_CHUNKS = 1 << 20
 IDLE_WAIT_S = 0.002
 SETTLE_S = 2.0
+RETRY_S = 2.0
 NORMAL_ENDS = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
 
 
@@ -127,7 +128,7 @@ class SchedulerSide:
         self._ranks_off = False
         self._awaits_answer = False
         self.stats = Recorder()
-        hello = Hello(
+        self._hello = Hello(
             version=PROTOCOL_VERSION,
             release=__version__,
             engine=engine.engine_id,
@@ -137,14 +138,42 @@ class SchedulerSide:
             caches=[],
             pid=0,
         )
-        self.client = LookupClient(
-            hello, engine.address, settings.gateway_timeout_s, settings.connect_timeout_s
-        )
-        self.client.key_file = settings.key_file
+        self._retry_at = 0.0
+        self.client = self._open_client()
         self.client.start()
         # The ranks have joined, or given up: the Welcome comes at once, and the first
         # request need not wait for it.
         self.client.wait_settled(SETTLE_S)
+
+    def _open_client(self) -> LookupClient:
+        settings = self._settings
+        client = LookupClient(
+            self._hello,
+            self._engine.address,
+            settings.gateway_timeout_s,
+            settings.connect_timeout_s,
+        )
+        client.key_file = settings.key_file
+        return client
+
+    def _revive(self) -> None:
+        """With `reconnect`: once lookups are off, or a rank is, join whatever gateway comes.
+
+        The Welcome comes when every rank has joined again. What the last gateway said of
+        chunks is forgotten: the next one's card may be another.
+        """
+        now = time.monotonic()
+        if not self._settings.reconnect or not self.client.ended or now < self._retry_at:
+            return
+        self._retry_at = now + RETRY_S
+        self.client.close()
+        self.client = self._open_client()
+        self.client.again = True
+        self._namespace, self._ranks_off = None, False
+        self._known.clear()
+        for state in self._states.values():
+            state.lookup = None
+        self.client.start()
 
     def bind_pool(self, pool: Any) -> None:
         """Take vLLM's block pool, for pins."""
@@ -233,7 +262,7 @@ class SchedulerSide:
         if state is None or state.failed or skip:
             return 0, False
         if not self._ready():
-            joining = self.client.welcome is None and not self.off
+            joining = self.client.welcome is None and not self.client.again and not self.off
             self._awaits_answer = joining and time.monotonic() < state.ready_by
             return (None if self._awaits_answer else 0), False
         if state.lookup is None:
@@ -300,6 +329,7 @@ class SchedulerSide:
     def build_meta(self, output: Any) -> AdpMetadata:
         """Return the step's work for the ranks; called once a step."""
         self._step += 1
+        self._revive()
         idle = output.total_num_scheduled_tokens == 0
         if idle and self._awaits_answer:
             self.client.wait_news(IDLE_WAIT_S)
@@ -394,7 +424,9 @@ class SchedulerSide:
         for request_id in report.failed_requests & set(self._states):
             self._states[request_id].failed = True
             self._consider_again(self._states[request_id])
-        if report.off and not self._ranks_off:
+        # With `reconnect`, a rank's news of the session before must not end this one.
+        ours = not self._settings.reconnect or self.client.generation in report.off_sessions
+        if report.off and ours and not self._ranks_off:
             self._ranks_off = True
             log.warning("no more lookups and saves: a worker rank has turned the cache off")
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from adp_kv import __version__
 from adp_kv.config import ConnectorSettings
 from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata, Chunks
 from adp_kv.connector.vllm_view import EngineView, hooks_will_fire, view_caches, worker_ranks
-from adp_kv.errors import GatewayError
+from adp_kv.errors import GatewayError, TransferError
 from adp_kv.layout.geometry import CacheGeometry
 from adp_kv.metrics import Recorder
 from adp_kv.sdk.jobs import Job
@@ -50,6 +50,7 @@ log = logging.getLogger("adp_kv")
 LAYERWISE_SAVE_BYTES = 1 * MiB
 """Below this much a layer, a put a layer costs more than it overlaps: one put a step."""
 IDLE_WAIT_S = 0.002
+RETRY_S = 2.0
 
 
 @dataclass(slots=True)
@@ -99,6 +100,8 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._failed_step = -1
         self._reported_off = False
+        self._retry_at = 0.0
+        self._open_client: Callable[[], RankClient] | None = None
         self._report = AdpWorkerMetadata()
         self._pending_save_bytes = 0
         self._scratch: torch.Tensor | None = None
@@ -141,16 +144,23 @@ class WorkerSide:
             caches=declare(caches),
             pid=os.getpid(),
         )
-        self._client = RankClient(
-            hello,
-            caches,
-            open_mover(device, staging_bytes=self._settings.staging_bytes),
-            self._scratch.data_ptr(),
-            self._engine.address,
-            self._settings.gateway_timeout_s,
-            self._settings.connect_timeout_s,
-        )
-        self._client.key_file = self._settings.key_file
+        scratch_address = self._scratch.data_ptr()
+
+        def open_client() -> RankClient:
+            client = RankClient(
+                hello,
+                caches,
+                open_mover(device, staging_bytes=self._settings.staging_bytes),
+                scratch_address,
+                self._engine.address,
+                self._settings.gateway_timeout_s,
+                self._settings.connect_timeout_s,
+            )
+            client.key_file = self._settings.key_file
+            return client
+
+        self._open_client = open_client
+        self._client = open_client()
         self._client.start()
         if not self._client.wait_settled() and self._settings.gateway_required:
             raise GatewayError(f"{self._client.off_reason} (gateway_required is set)")
@@ -345,7 +355,26 @@ class WorkerSide:
         if self._client is not None and self._client.off and not self._reported_off:
             self._reported_off = True
             report.off = True
+            report.off_sessions.add(self._client.generation)
+        self._revive()
         return report if report != AdpWorkerMetadata() else None
+
+    def _revive(self) -> None:
+        """With `reconnect`: once this rank is off, let a new client join whatever gateway comes."""
+        old, now = self._client, time.monotonic()
+        wanted = self._settings.reconnect and old is not None and old.ended
+        if not wanted or old is None or self._open_client is None or now < self._retry_at:
+            return
+        self._retry_at = now + RETRY_S
+        old.close()
+        try:
+            self._client = self._open_client()
+        except TransferError as error:
+            log.warning("no new client of the gateway: %s", error)
+            return
+        self._reported_off, self._told = False, {}
+        self._client.again = True
+        self._client.start()
 
     def _note_saved(self, job: Job) -> None:
         if job.number in self._dropped:

@@ -49,6 +49,7 @@ class LookupClient(ChannelLoop):
     """Asks the gateway which chunks are on the card."""
 
     off_message = "External KV cache lookups turned off"  # a rank's own line is the rank's
+    on_again_message = "External KV cache lookups are back"
 
     def __init__(
         self, hello: Hello, address: str, timeout_s: float, connect_timeout_s: float

@@ -61,7 +61,8 @@ class Setup:
 class Asked:
     """Stands in for the lookup client."""
 
-    off = False
+    off = ended = again = False
+    key_file = ""
 
     def __init__(self, geometry):
         self.welcome = SimpleNamespace(geometry=geometry)
