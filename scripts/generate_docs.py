@@ -51,10 +51,9 @@ def shown(default: object) -> str:
         return "required"
     if isinstance(default, bool):
         return str(default).lower()
-    if isinstance(default, int) and default >= KiB and default % KiB == 0:
-        return format_bytes(default).replace(".0 ", " ")
     if isinstance(default, int | float):
-        return f"{default:g}" if isinstance(default, float) else str(default)
+        whole = isinstance(default, int) and default >= KiB and default % KiB == 0
+        return format_bytes(int(default)).replace(".0 ", " ") if whole else f"{default:g}"
     if isinstance(default, str) and default:
         return f"`{default}`"
     return "empty" if not default else f"`{default}`"
@@ -125,9 +124,7 @@ def filled(text: str, made: Mapping[str, str]) -> str:
         KeyError: It names a table that nobody makes.
     """
     pattern = r"(<!-- generated:([\w-]+) -->\n).*?(<!-- /generated:\2 -->)"
-    return re.sub(
-        pattern, lambda m: f"{m[1]}\n{made[m[2]]}\n\n{m[3]}", text, flags=re.DOTALL
-    )
+    return re.sub(pattern, lambda m: f"{m[1]}\n{made[m[2]]}\n\n{m[3]}", text, flags=re.DOTALL)
 
 
 def main(arguments: list[str] | None = None) -> int:
