@@ -10,6 +10,7 @@ Failure scope: a transfer; a lost device fails every later call.
 from __future__ import annotations
 
 import logging
+import time
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from adp_kv.transfer.runtime import load_runtime
 from adp_kv.transfer.settings import MoverSettings
 
 logger = logging.getLogger(__name__)
+
+_DRAIN_S = 10.0
+"""How long transfers in flight may take to end: gigabytes, unless the device hangs."""
 
 
 class CudaTicket(Ticket):
@@ -95,8 +99,10 @@ class CudaMover(Mover):
         if self._is_closed:
             return
         self._is_closed = True
-        self._drain()
-        self._ring.unregister()
+        if self._drain():
+            self._ring.unregister()
+        else:  # what the device may still use stays as it is
+            logger.error("transfers did not end within %g s: the ring stays registered", _DRAIN_S)
 
     def _start(
         self, pipe: Pipe, thresholds: Thresholds, copy: SliceCopy, after: Mark | None
@@ -109,6 +115,7 @@ class CudaMover(Mover):
         limits = Limits(
             borders=self._ring.borders,
             staging_bytes=pipe.buffer_bytes,
+            direct_bytes=self._settings.direct_bytes,
             max_pages=self._settings.max_pages,
             has_batch=self._engine.has_batch,
         )
@@ -120,7 +127,7 @@ class CudaMover(Mover):
         except (TransferError, RuntimeError) as error:
             # What was queued still reads and writes the caller's memory: the one wait
             # outside close(), since the caller will use that memory again.
-            self._drain()
+            self._is_closed = not self._drain()
             raise TransferError(
                 f"a transfer of {copy.total_bytes} bytes failed: {error}"
             ) from error
@@ -137,14 +144,16 @@ class CudaMover(Mover):
             if not self._ring.covers(first, last + copy.slice_bytes):
                 raise TransferError("slices lie outside the registered ring")
 
-    def _drain(self) -> None:
+    def _drain(self) -> bool:
+        """Wait; return whether nothing that was queued can run any more."""
+        deadline = time.monotonic() + _DRAIN_S
         try:
             with self._device.capture_safe():
                 self._device.bind()
-                self._restores.drain()
-                self._saves.drain()
+                return self._restores.drain(deadline) and self._saves.drain(deadline)
         except RuntimeError:
             logger.exception("the device failed while its transfers were awaited")
+            return True
 
 
 def open_cuda_mover(device: torch.device, settings: MoverSettings) -> CudaMover:

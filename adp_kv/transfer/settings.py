@@ -16,6 +16,8 @@ class MoverSettings:
         staging_bytes: device memory of the staging buffers, in each direction; 0 stages nothing.
         staging_buffers: buffers it is cut into; pieces of 16 MiB keep the link at 0.98 and
             of 4 MiB at 0.95.
+        direct_bytes: what one launch of a kernel that uses the ring moves, and one
+            address table serves; the first of a transfer moves a quarter of it.
         restore, save: where one way becomes faster than the next.
         page_programs: programs of a page kernel inside device memory (64 are enough to hide
             it behind the copies: 0.98 of the link).
@@ -27,6 +29,7 @@ class MoverSettings:
 
     staging_bytes: int = 64 * MiB
     staging_buffers: int = 4
+    direct_bytes: int = 32 * MiB
     restore: Thresholds = RESTORE
     save: Thresholds = SAVE
     page_programs: int = 64

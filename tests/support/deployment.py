@@ -142,6 +142,21 @@ def prompt(seed: int, length: int) -> list[int]:
     return [numbers.randrange(3, 2000) for _ in range(length)]
 
 
+def random_prompts(seed: int, count: int) -> list[list[int]]:
+    """Return prompts of 20 to 420 tokens; most begin like an earlier one, cut anywhere."""
+    numbers = random.Random(seed)
+    prompts: list[list[int]] = []
+    for _ in range(count):
+        shared: list[int] = []
+        if prompts and numbers.random() < 0.75:
+            parent = numbers.choice(prompts)
+            shared = parent[: numbers.randrange(1, len(parent) + 1)]
+        length = max(len(shared) + 1, numbers.randrange(20, 420))
+        fresh = [numbers.randrange(3, 2000) for _ in range(min(length, 420) - len(shared))]
+        prompts.append(shared + fresh)
+    return prompts
+
+
 def expected_hit(length: int, chunk: int = 256) -> int:
     """Return how much of a stored prompt is hit: at least one token is left to compute."""
     return (length - 1) // chunk * chunk
