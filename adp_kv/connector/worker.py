@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from adp_kv import __version__
-from adp_kv.config import ConnectorSettings
+from adp_kv.config import ConnectorSettings, cache_folder
 from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata, Chunks
 from adp_kv.connector.vllm_view import EngineView, hooks_will_fire, view_caches, worker_ranks
 from adp_kv.errors import GatewayError
@@ -139,7 +139,11 @@ class WorkerSide:
         self._client = RankClient(
             hello,
             caches,
-            open_mover(device, staging_bytes=self._settings.staging_bytes),
+            open_mover(
+                device,
+                staging_bytes=self._settings.staging_bytes,
+                tuning_folder=cache_folder() if self._settings.autotune else None,
+            ),
             self._scratch.data_ptr(),
             self._engine.address,
             self._settings.gateway_timeout_s,

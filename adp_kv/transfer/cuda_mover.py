@@ -25,6 +25,7 @@ from adp_kv.transfer.plan import Limits, Thresholds, check_copy, make_plan
 from adp_kv.transfer.registration import RingRegistration
 from adp_kv.transfer.runtime import load_runtime
 from adp_kv.transfer.settings import MoverSettings
+from adp_kv.transfer.tuning import tune
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,14 @@ class CudaMover(Mover):
         self._engine = engine
         self._ring = ring
         self._settings = settings
+        self._thresholds = (settings.restore, settings.save)
         self._restores = RestorePipe(device, engine, settings)
         self._saves = SavePipe(device, engine, settings)
         self._is_closed = False
+
+    def use(self, restore: Thresholds, save: Thresholds) -> None:
+        """Choose ways by other thresholds from the next transfer on."""
+        self._thresholds = (restore, save)
 
     @override
     def register_ring(self, address: int, num_bytes: int) -> None:
@@ -82,27 +88,37 @@ class CudaMover(Mover):
             self._device.bind()
             self._ring.register(address, num_bytes)
 
+    def release_ring(self) -> None:
+        """Wait for transfers in flight and unregister the ring; another may follow.
+
+        Raises:
+            TransferError: They did not end in time; the ring stays registered.
+        """
+        if not self._drain():
+            raise TransferError(f"transfers did not end within {_DRAIN_S:g} s")
+        self._ring.unregister()
+
     @override
     def mark(self) -> Mark:
         return self._device.record(self._device.current_stream())
 
     @override
     def restore(self, copy: SliceCopy, after: Mark | None) -> Ticket:
-        return self._start(self._restores, self._settings.restore, copy, after)
+        return self._start(self._restores, self._thresholds[0], copy, after)
 
     @override
     def save(self, copy: SliceCopy, after: Mark | None) -> Ticket:
-        return self._start(self._saves, self._settings.save, copy, after)
+        return self._start(self._saves, self._thresholds[1], copy, after)
 
     @override
     def close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._drain():
-            self._ring.unregister()
-        else:  # what the device may still use stays as it is
-            logger.error("transfers did not end within %g s: the ring stays registered", _DRAIN_S)
+        try:
+            self.release_ring()
+        except TransferError as error:  # what the device may still use stays as it is
+            logger.error("the ring stays registered: %s", error)  # noqa: TRY400
 
     def _start(
         self, pipe: Pipe, thresholds: Thresholds, copy: SliceCopy, after: Mark | None
@@ -174,9 +190,12 @@ def open_cuda_mover(device: torch.device, settings: MoverSettings) -> CudaMover:
             piece_bytes=settings.register_piece_bytes,
             num_threads=settings.register_threads,
         )
-        return CudaMover(api, engine, ring, settings)
+        mover = CudaMover(api, engine, ring, settings)
     except (OSError, RuntimeError) as error:
         raise TransferError(f"{device} can't be used for transfers: {error}") from error
+    if settings.tuning_folder is not None:
+        tune(mover, api, settings.tuning_folder, has_batch=engine.has_batch)
+    return mover
 
 
 def _probe_batch(api: TorchDevice) -> BatchCopy | None:

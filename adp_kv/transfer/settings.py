@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from adp_kv.transfer.plan import RESTORE, SAVE, Thresholds
 from adp_kv.units import GiB, MiB
@@ -24,6 +25,8 @@ class MoverSettings:
         restore_programs, save_programs: programs of a kernel that waits on the link;
             each holds a multiprocessor, and more of them move no more.
         max_pages: rows of an address table, the most pages of one piece.
+        tuning_folder: where thresholds measured on this machine are kept (see tuning.py); they
+            replace restore and save. None: nothing is measured.
         register_piece_bytes, register_threads: how the ring is registered.
     """
 
@@ -38,3 +41,4 @@ class MoverSettings:
     max_pages: int = 1 << 15
     register_piece_bytes: int = GiB
     register_threads: int = 2
+    tuning_folder: Path | None = None

@@ -54,6 +54,7 @@ class FakeDevice:
         self.main = self.stream(0)
         self.fail_copies = False
         self.calls = []
+        self.name = "a device"
         self.registered = set()
 
     def step(self, count):
@@ -74,6 +75,9 @@ class FakeDevice:
         return self._memory[-1]
 
     # TorchDevice
+    def machine(self):
+        return self.name
+
     def bind(self):
         pass
 
