@@ -221,6 +221,7 @@ class RequestTable(ABC):
 
     def _grant(self, request: Request, batch: SlotBatch) -> None:
         batch.granted_at = self._ctx.clock()
+        self._ctx.counters.add(f"{self.kind}_grants")
         status = b"" if batch.status is None else batch.status.tobytes()
         message = Granted(request.seq, batch.first, pack_slots(batch.slots), status)
         for rank in request.group:

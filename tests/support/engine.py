@@ -61,6 +61,9 @@ class Engine:
         separate_core: run the engine core in a process of its own, as deployments do
             (30 to 40 s to start on 2 cores); else all in the child (12 s).
         env: added to the child's environment, such as {"VLLM_LOGGING_LEVEL": "DEBUG"}.
+
+    Attributes:
+        elapsed_s: how long vLLM took for the last batch of prompts, seen from its caller.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Engine:
         }
         argv = [PYTHON, "-m", "tests.support.engine_child"]
         self.child = Child(argv, settings | dict(env or {}), "engine", pipes=True)
+        self.elapsed_s = 0.0
         self._replies: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, name="engine-replies", daemon=True).start()
 
@@ -146,7 +150,9 @@ class Engine:
 
     def finish_generate(self, timeout_s: float = GENERATE_TIMEOUT_S) -> list[Completion]:
         """Wait for what begin_generate() sent."""
-        return [Completion(**one) for one in self._receive(timeout_s)["completions"]]
+        reply = self._receive(timeout_s)
+        self.elapsed_s = reply["elapsed_s"]
+        return [Completion(**one) for one in reply["completions"]]
 
     def reset_prefix_cache(self, timeout_s: float = 30.0) -> None:
         """Forget vLLM's own prefix cache: what hits afterwards came from the connector."""
