@@ -188,8 +188,7 @@ class Contender:
             options |= {"path": self.setup.folder / self.name, "num_databases": 4}
             options["capacity_bytes"] = room * align_up(objects, 256 * KiB) // objects + 64 * MiB
         options |= self.setup.card.get(self.kind, {})
-        own = {"fragment_size": objects} if self.kind == MEMORY else {}
-        settings = {"job_deadline_s": STORE_TIMEOUT_S} | own | dict(self.setup.gateway)
+        settings: dict[str, Any] = {"job_deadline_s": STORE_TIMEOUT_S} | dict(self.setup.gateway)
         return Gateway.serve(self.kind, options, start_timeout_s=START_TIMEOUT_S, **settings)
 
     def _transfer_config(self) -> dict[str, Any] | None:

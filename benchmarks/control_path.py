@@ -37,7 +37,7 @@ CODE = ("adp_kv/sdk", "adp_kv/wire", "adp_kv/layout", "adp_kv/transfer/plan.py",
 OBJECT_BYTES = 4 * KiB
 LINK = 55e9
 TIMEOUT_S = 60.0
-BATCHES = (16 * MiB, 32 * MiB, 64 * MiB)
+BATCHES = (16 * MiB, 64 * MiB, 256 * MiB)
 
 
 @dataclass(frozen=True, slots=True)

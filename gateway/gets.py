@@ -2,7 +2,10 @@
 
     first rank asks ─► slots ─► card reads ─► all ranks have asked? ─► Granted ─► Release
 
-Reading starts at the first rank's request. An object that can't be read is granted
+Reading starts at the first rank's request and runs ahead of the ranks as far as the ring
+goes. The first batches after idle time are small, so that the link has work at once;
+each is twice the one before, up to batch_bytes, since a batch costs gateway and ranks
+some time whatever its size. An object that can't be read is granted
 with its status, and its chunk's commit record is removed, so that the same hit is not
 offered again. Contract of requests, threads and failure: requests.py.
 """
@@ -12,8 +15,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from adp_kv.units import MiB
 from gateway.cards.base import StatusArray
-from gateway.requests import Request, RequestTable, SlotBatch, ignore
+from gateway.requests import Context, Request, RequestTable, SlotBatch, ignore
+
+FIRST_BATCH_BYTES = 16 * MiB
 
 
 class GetTable(RequestTable):
@@ -21,13 +27,19 @@ class GetTable(RequestTable):
 
     kind = "get"
 
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._next_bytes = FIRST_BATCH_BYTES
+
     def pump(self) -> None:
         """Start reads while slots are free, in the order of arrival."""
         for request in list(self._requests.values()):
             while not request.failed and request.num_started < len(request.objects):
-                slots = self._slots.try_allocate(self._next_count(request))
+                batch_bytes = min(self._next_bytes, self._ctx.batch_bytes)
+                slots = self._slots.try_allocate(self._next_count(request, batch_bytes))
                 if slots is None:
                     return
+                self._next_bytes = 2 * batch_bytes
                 self._start(request, slots)
 
     def _start(self, request: Request, slots: NDArray[np.uint32]) -> None:
@@ -72,4 +84,5 @@ class GetTable(RequestTable):
         self._drop(request, batch)
 
     def _on_end(self, request: Request) -> None:
-        """A get leaves nothing behind."""
+        if not self._requests:
+            self._next_bytes = FIRST_BATCH_BYTES

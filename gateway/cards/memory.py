@@ -27,7 +27,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -113,13 +113,17 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.capacity_bytes // self.num_databases // self.stride_bytes
 
 
+_Run: TypeAlias = tuple[int, int, int]
+"""A copy: target, source, bytes."""
+
+
 @dataclass(slots=True)
 class _Transfer:
     """The copies of one READ or WRITE batch.
 
     Attributes:
-        rows: int64 [k], rows of the batch whose bytes move; the next three belong to them.
-        targets, sources: uint64 [k] addresses; lengths: uint32 [k].
+        rows: int64 [k], rows of the batch whose bytes move.
+        addresses: uint64 [k] of their memory outside the card; lengths: uint32 [k].
         checksums: uint64 [k] of what was moved, where the card verifies.
         finish: run once, by the thread that ends the last share.
         whole: no share has broken.
@@ -128,8 +132,7 @@ class _Transfer:
 
     pending: PendingBatch
     rows: Rows
-    targets: NDArray[np.uint64]
-    sources: NDArray[np.uint64]
+    addresses: NDArray[np.uint64]
     lengths: NDArray[np.uint32]
     checksums: NDArray[np.uint64]
     finish: Callable[[_Transfer], None]
@@ -250,7 +253,7 @@ class MemoryCard(Card):
 
     def _read(self, pending: PendingBatch) -> None:
         batch, status = pending.batch, pending.status
-        lengths, addresses = _columns(batch)
+        lengths, _ = _columns(batch)
         slots = np.empty(len(lengths), dtype=np.int64)
         checksums = np.empty(len(lengths), dtype=np.uint64)
         parts = list(by_database(batch.databases, _all_rows(batch)))
@@ -283,11 +286,12 @@ class MemoryCard(Card):
 
         moving = np.flatnonzero(pinned & (lengths > 0))
         sources = self._addresses(batch.databases[moving], slots[moving])
-        self._move(_transfer(pending, moving, addresses[moving], sources, finish))
+        transfer = _transfer(pending, moving, finish)
+        self._move(transfer, transfer.addresses, sources)
 
     def _write(self, pending: PendingBatch) -> None:
         batch, status = pending.batch, pending.status
-        lengths, addresses = _columns(batch)
+        lengths, _ = _columns(batch)
         marker = self._tables[0].marker
         slots = np.full(len(lengths), marker, dtype=np.int64)
         done = lengths <= self._limits.max_value_bytes
@@ -318,27 +322,31 @@ class MemoryCard(Card):
 
         moving = np.flatnonzero(done & (lengths > 0))
         targets = self._addresses(batch.databases[moving], slots[moving])
-        self._move(_transfer(pending, moving, targets, addresses[moving], finish))
+        transfer = _transfer(pending, moving, finish)
+        self._move(transfer, targets, transfer.addresses)
 
-    def _move(self, transfer: _Transfer) -> None:
+    def _move(
+        self, transfer: _Transfer, targets: NDArray[np.uint64], sources: NDArray[np.uint64]
+    ) -> None:
         """Hand shares of about equal bytes to the copiers."""
-        shares = _cut(transfer.lengths, self._num_copiers)
-        transfer.shares_left = len(shares)
-        for share in shares:
-            self._copiers.put(functools.partial(self._copy_share, transfer, share))
+        bounds = _cut(transfer.lengths, self._num_copiers)
+        runs = _runs(targets, sources, transfer.lengths, bounds)
+        transfer.shares_left = len(runs)
+        for share, rows in zip(runs, itertools.pairwise(bounds), strict=True):
+            self._copiers.put(functools.partial(self._copy_share, transfer, share, slice(*rows)))
 
-    def _copy_share(self, transfer: _Transfer, share: slice) -> None:
+    def _copy_share(self, transfer: _Transfer, runs: list[_Run], rows: slice) -> None:
         whole = False
         try:
-            _copy(transfer.targets[share], transfer.sources[share], transfer.lengths[share])
+            for target, source, num_bytes in runs:
+                _memmove(target, source, num_bytes)
             if self._settings.verify:
-                batch, rows = transfer.pending.batch, transfer.rows[share]
-                reads = batch.op is Op.READ
-                transfer.checksums[share] = value_checksums(
-                    batch.keys[rows],
-                    batch.databases[rows],
-                    (transfer.targets if reads else transfer.sources)[share],
-                    transfer.lengths[share],
+                batch, mine = transfer.pending.batch, transfer.rows[rows]
+                transfer.checksums[rows] = value_checksums(
+                    batch.keys[mine],
+                    batch.databases[mine],
+                    transfer.addresses[rows],
+                    transfer.lengths[rows],
                 )
             whole = True
         finally:
@@ -377,42 +385,40 @@ def _columns(batch: Batch) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
     return batch.lengths, batch.addresses
 
 
-def _transfer(
-    pending: PendingBatch,
-    rows: Rows,
-    targets: NDArray[np.uint64],
-    sources: NDArray[np.uint64],
-    finish: Callable[[_Transfer], None],
-) -> _Transfer:
-    lengths, _ = _columns(pending.batch)
+def _transfer(pending: PendingBatch, rows: Rows, finish: Callable[[_Transfer], None]) -> _Transfer:
+    lengths, addresses = _columns(pending.batch)
     checksums = np.zeros(rows.size, dtype=np.uint64)
-    return _Transfer(pending, rows, targets, sources, lengths[rows], checksums, finish)
+    return _Transfer(pending, rows, addresses[rows], lengths[rows], checksums, finish)
 
 
-def _cut(lengths: NDArray[np.uint32], most: int) -> list[slice]:
-    """Return slices of about equal bytes, at most so many; one empty slice for nothing."""
+def _cut(lengths: NDArray[np.uint32], most: int) -> list[int]:
+    """Return the bounds of at most so many shares of about equal bytes; one for nothing."""
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1]) if ends.size else 0
     num = max(1, min(most, total // _MIN_SHARE_BYTES, lengths.size))
-    cuts = np.searchsorted(ends, np.arange(1, num) * total // num, side="right").tolist()
-    bounds = [0, *cuts, lengths.size]
-    return [slice(a, b) for a, b in itertools.pairwise(bounds)]
+    cuts = np.searchsorted(ends, np.arange(1, num) * total // num) + 1
+    return [0, *sorted(set(cuts.tolist()) - {lengths.size}), lengths.size]
 
 
-def _copy(
-    targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint32]
-) -> None:
-    """Copy values; those that are neighbours on both sides go in one call (GIL released)."""
-    if lengths.size == 0:
-        return
+def _runs(
+    targets: NDArray[np.uint64],
+    sources: NDArray[np.uint64],
+    lengths: NDArray[np.uint32],
+    bounds: list[int],
+) -> list[list[_Run]]:
+    """Return each share's copies: values that are neighbours on both sides are one."""
+    if not lengths.size:
+        return [[]]
     sizes = lengths.astype(np.uint64)
     starts_run = np.ones(lengths.size, dtype=np.bool_)
     starts_run[1:] = (targets[1:] != targets[:-1] + sizes[:-1]) | (
         sources[1:] != sources[:-1] + sizes[:-1]
     )
-    runs = np.flatnonzero(starts_run)
-    totals = np.add.reduceat(sizes, runs)
-    for target, source, total in zip(
-        targets[runs].tolist(), sources[runs].tolist(), totals.tolist(), strict=True
-    ):
-        _memmove(target, source, total)
+    starts_run[bounds[1:-1]] = True
+    firsts = np.flatnonzero(starts_run)
+    totals = np.add.reduceat(sizes, firsts)
+    every = list(
+        zip(targets[firsts].tolist(), sources[firsts].tolist(), totals.tolist(), strict=True)
+    )
+    shares = np.searchsorted(firsts, bounds).tolist()
+    return [every[a:b] for a, b in itertools.pairwise(shares)]
