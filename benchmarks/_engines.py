@@ -110,6 +110,7 @@ class Setup:
         device: "cuda" or "cpu".
         gateway: settings of our gateways; connector: of our connectors.
         card: options of our cards, by kind.
+        extra_tokens: room in the GPU's cache beside the prompt.
     """
 
     device: str
@@ -120,6 +121,7 @@ class Setup:
     gateway: Mapping[str, object] = field(default_factory=dict)
     connector: Mapping[str, object] = field(default_factory=dict)
     card: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    extra_tokens: int = 0
 
 
 def available(kind: str, device: str) -> bool:
@@ -139,6 +141,9 @@ class Contender:
         engine_args: vLLM's, over those of the shape.
     """
 
+    engine_program = "tests.support.engine_child"
+    gateway_program: Mapping[str, Any] = {}  # program and env of our gateway
+
     def __init__(
         self, kind: str, shape: Shape, setup: Setup, engine_args: Mapping[str, Any] | None = None
     ) -> None:
@@ -150,6 +155,7 @@ class Contender:
         self.gateway: Gateway | None = None
         self._engine: Engine | None = None
         self._engine_args = dict(engine_args or {})
+        self._committed_before = 0
 
     @property
     def engine(self) -> Engine:
@@ -172,7 +178,9 @@ class Contender:
         env = {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_CHUNK_SIZE": str(self.shape.chunk)}
         env["LMCACHE_MAX_LOCAL_CPU_SIZE"] = str(self.shape.total_bytes * 1.3 / GiB)
         engine_env = env if self.kind == LMCACHE else {}
-        self._engine = Engine(separate_core=self.setup.separate_core, env=engine_env)
+        self._engine = Engine(
+            separate_core=self.setup.separate_core, env=engine_env, program=self.engine_program
+        )
         folder = self.setup.folder / self.shape.name
         self.facts = self.engine.start(
             folder, self._transfer_config(), timeout_s=START_TIMEOUT_S, **self._arguments()
@@ -189,7 +197,13 @@ class Contender:
             options["capacity_bytes"] = room * align_up(objects, 256 * KiB) // objects + 64 * MiB
         options |= self.setup.card.get(self.kind, {})
         settings: dict[str, Any] = {"job_deadline_s": STORE_TIMEOUT_S} | dict(self.setup.gateway)
-        return Gateway.serve(self.kind, options, start_timeout_s=START_TIMEOUT_S, **settings)
+        return Gateway.serve(
+            self.kind,
+            options,
+            start_timeout_s=START_TIMEOUT_S,
+            **self.gateway_program,
+            **settings,
+        )
 
     def _transfer_config(self) -> dict[str, Any] | None:
         if self.kind == PLAIN:
@@ -218,7 +232,8 @@ class Contender:
 
     def _arguments(self) -> dict[str, Any]:
         shape = self.shape
-        cache = shape.total_bytes * (shape.prompt_tokens + 1024) // shape.hit_tokens
+        room = shape.prompt_tokens + 1024 + self.setup.extra_tokens
+        cache = shape.total_bytes * room // shape.hit_tokens
         arguments = {
             "load_format": LOAD_FORMAT,
             "worker_extension_cls": WORKER,
@@ -239,16 +254,28 @@ class Contender:
         self.generate(self.prompt)
         self.reference = self.generate(self.prompt, COMPARED_TOKENS)
         if self.gateway is not None:
-            gateway, wanted = self.gateway, self.shape.num_chunks
-            wait_until(
-                lambda: gateway.counters().get("chunks_committed", 0) >= wanted,
-                STORE_TIMEOUT_S,
-                f"{self.name}: {wanted} chunks committed: {gateway.counters()}",
-            )
+            self.wait_committed(self.shape.num_chunks)
         else:
             # Others store with the next step: give them one, and time for the copies.
             self.generate(random_prompt(2, 64, 1000), COMPARED_TOKENS)
             time.sleep(1.0 if self.setup.device == "cuda" else 0.0)
+
+    def note_committed(self) -> None:
+        """Count committed chunks from here on."""
+        self._committed_before = self._num_committed()
+
+    def wait_committed(self, num_chunks: int) -> None:
+        """Wait until so many chunks were committed since note_committed(), or the start.
+
+        Raises:
+            ChildError: They were not in time.
+        """
+        wanted = self._committed_before + num_chunks
+        what = f"{self.name}: {wanted} chunks committed, {self._num_committed()} are"
+        wait_until(lambda: self._num_committed() >= wanted, STORE_TIMEOUT_S, what)
+
+    def _num_committed(self) -> int:
+        return 0 if self.gateway is None else self.gateway.counters().get("chunks_committed", 0)
 
     def generate(self, prompt: Sequence[int], max_tokens: int = 1) -> list[int]:
         """Run one prompt; engine.elapsed_s is what it took."""
@@ -309,11 +336,19 @@ class Contender:
 class Field:
     """Contenders that are up at the same time; those that failed are dropped and told.
 
+    Args:
+        contenders: what to start.
+        together: start all at once.
+        prime: let each compute and store its prompt.
+
     Attributes:
         failed: name → what went wrong; a run with failures ends with status 1.
     """
 
-    def __init__(self, contenders: Iterable[Contender], *, together: bool) -> None:
+    def __init__(
+        self, contenders: Iterable[Contender], *, together: bool, prime: bool = True
+    ) -> None:
+        self._prime = prime
         self.contenders = list(contenders)
         self.failed: dict[str, str] = {}
         self._together = together
@@ -321,7 +356,7 @@ class Field:
     def __enter__(self) -> Self:
         with ThreadPoolExecutor(len(self.contenders) if self._together else 1) as pool:
             list(pool.map(lambda c: self.attempt(c, c.start), self.contenders))
-        for contender in list(self.contenders):
+        for contender in list(self.contenders) if self._prime else ():
             self.attempt(contender, contender.prime)
         return self
 
@@ -343,8 +378,9 @@ class Field:
             self.contenders.remove(contender)
             return None
         took = time.monotonic() - began
-        if took > 1:
-            print(f"{contender.name}: {action.__name__} took {took:.1f} s", flush=True)
+        name = getattr(action, "__name__", "a round")
+        if took > 5:
+            print(f"{contender.name}: {name} took {took:.1f} s", flush=True)
         return done
 
 

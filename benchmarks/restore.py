@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from adp_kv.units import GiB, MiB
@@ -69,7 +70,7 @@ def measure(field_: Field, repeats: int) -> dict[str, Times]:
         order = list(field_.contenders)
         turn = round_number % max(1, len(order))
         for contender in order[turn:] + order[:turn]:
-            field_.attempt(contender, lambda c=contender: _one_round(c, times[c.name]))
+            field_.attempt(contender, partial(_one_round, contender, times[contender.name]))
     for contender in list(field_.contenders):
         if contender.kind == MEMORY:
             field_.attempt(contender, contender.check_zeros_are_seen)

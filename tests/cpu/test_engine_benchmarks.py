@@ -1,13 +1,26 @@
 """Rows of the benchmarks that run engines, from made-up times; what is sized for a GPU."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from adp_kv.units import GiB
-from benchmarks import _engines, restore
-from benchmarks._results import Results
+from benchmarks import (
+    _engines,
+    _slow_gateway,
+    control_path,
+    interference,
+    load_mode,
+    restore,
+    save_overhead,
+)
+from benchmarks import memory_card as memory_card_benchmark
+from benchmarks._results import Results, read_rows
+from gateway.cards.base import Op
+from tests.support.cards import Driver, memory_card, random_keys
+from tests.support.process import wait_until
 
 SHAPES = {one.name: one for one in restore.all_shapes("cuda", quick=False)}
 
@@ -115,3 +128,141 @@ def test_a_contender_that_fails_leaves_the_others(tmp_path, capsys):
     assert field.contenders == [good]
     assert field.failed == {"60k.memory": "wrong token"}
     assert "60k.memory failed: wrong token" in capsys.readouterr().out
+
+
+class MadeUpInterference:
+    """Twice as slow beside kernels, a little beside the copy engine."""
+
+    def __init__(self):
+        self.asked = []
+
+    def link(self):
+        return 50.0
+
+    def alone(self, load):
+        return {"decode": 0.008, "compute": 0.020}[load]
+
+    def beside(self, load, case, way):
+        self.asked.append((load, case.name, way))
+        factor = {"copy engine": 1.05, "planner": 1.10, "direct": 2.0}[way]
+        more = 0.05 if case.kind == "strided" else 0.0
+        return interference.Beside(self.alone(load) * (factor + more), 45.0)
+
+
+def test_interference_takes_the_worst_case_of_the_planner():
+    bench, results = MadeUpInterference(), Results("interference")
+    interference.run(bench, results, interference.CASES, 2)
+    rows = {row.metric: row for row in results.rows}
+    row = rows["interference.decode.slowdown"]
+    assert row.value == pytest.approx(1.15)
+    assert row.baseline == pytest.approx(1.10)
+    assert row.target == 1.08
+    assert row.misses_target
+    assert rows["interference.compute.contiguous.64KiB.direct.slowdown"].value == pytest.approx(2)
+    assert rows["interference.decode.contiguous.72KiB.planner.link_share"].value == 0.9
+    assert len(bench.asked) == 2 * 2 * 3 * 3
+
+
+def test_traffic_keeps_restores_in_flight_and_counts_what_ended():
+    flying = [0, 0]  # now, most
+
+    def start():
+        flying[0] += 1
+        flying[1] = max(flying)
+        began = time.monotonic()
+
+        def ended():
+            done = time.monotonic() - began > 0.01
+            flying[0] -= done
+            return done
+
+        return ended
+
+    with interference.Traffic(start, 7) as traffic:
+        wait_until(lambda: traffic.num_ended > 20, 10, "traffic")
+    assert flying == [0, interference.IN_FLIGHT]
+    assert traffic.moved_bytes == 7 * traffic.num_ended
+
+
+def test_traffic_that_fails_says_so():
+    def start():
+        raise RuntimeError("no device")
+
+    with pytest.raises(RuntimeError, match="no device"), interference.Traffic(start, 1) as traffic:
+        traffic._thread.join(10)
+
+
+def test_save_rows_compare_rounds_in_pairs():
+    results = Results("save_overhead")
+    times = {"plain": [1.0, 2.0, 4.0], "memory": [1.02, 2.02, 4.4]}
+    save_overhead.add_rows(results, save_overhead.PREFILL, times)
+    rows = {row.metric: row for row in results.rows}
+    assert rows["save.prefill.overhead_pct"].value == pytest.approx(2.0)
+    assert rows["save.prefill.overhead_pct"].target == 3.0
+    assert rows["save.prefill.overhead_pct.max"].value == pytest.approx(10.0)
+
+
+def test_save_rounds_are_new_and_fit_the_card():
+    shape = SHAPES["60k"]
+    load = save_overhead.DECODE
+    first, second = load.prompts(1, 1000), load.prompts(2, 1000)
+    assert len({tuple(p[:16]) for p in first + second}) == 64
+    assert [len(p) for p in first[:3]] == [64, 72, 80]
+    room = save_overhead.room_for((save_overhead.PREFILL, load), shape, 5)
+    assert room >= 6 * (load.chunks(256) + 2 * 62) * 32 * shape.object_bytes
+    assert room < 60 * GiB
+
+
+def test_outcome_looks_at_the_wait_alone():
+    reply = {
+        "times": [0.0, 1.0, 2.0, 3.0, 9.0, 10.0, 11.0],
+        "added_s": 3.5,
+        "first_token_s": 9.5,
+    }
+    found = load_mode.outcome(reply)
+    assert found == load_mode.Outcome(first_token_s=6.0, before_s=1.0, mean_s=3.5, longest_s=6.0)
+
+
+def test_load_mode_sizes():
+    shape = SHAPES["60k"]
+    per_chunk = 32 * shape.object_bytes
+    sizes = {size.name: size.num_chunks * per_chunk for size in load_mode.all_sizes(shape)}
+    assert sizes["0.1GB"] == pytest.approx(1e8, rel=0.2)
+    assert sizes["1GB"] == pytest.approx(1e9, rel=0.02)
+    assert sizes["8GB"] == shape.total_bytes
+
+
+def test_slow_card_serves_one_batch_after_the_other(tmp_path):
+    speed = tmp_path / "speed"
+    card = _slow_gateway.SlowCard(memory_card(), speed)
+    driver = Driver(card)
+    try:
+        keys = random_keys(8)
+        driver.write(keys, [65536] * 8)
+        speed.write_text("5e6")  # 0.105 s for all
+        began = time.monotonic()
+        tokens = [
+            driver.start(Op.READ, keys[i : i + 1], [driver.arena.place(65536)], [65536])
+            for i in range(8)
+        ]
+        for token in tokens:
+            assert driver.wait(token).tolist() == [0]
+        assert time.monotonic() - began >= 0.1
+        speed.write_text("")
+        driver.check(keys, [65536] * 8)
+    finally:
+        driver.close()
+
+
+def test_control_path_dry_run_counts_grants(tmp_path):
+    control_path.main(["--quick", f"--out={tmp_path}"])
+    rows = {row.metric: row.value for row in read_rows(tmp_path / "control_path.json")}
+    assert rows["control_path.60k.grants"] == 4
+    assert rows["control_path.60k.wall"] > 0
+    assert rows["control_path.60k.client.object"] > 0
+
+
+def test_memory_card_dry_run_moves_everything(tmp_path):
+    memory_card_benchmark.main(["--quick", f"--out={tmp_path}"])
+    rows = {row.metric: row.value for row in read_rows(tmp_path / "memory_card.json")}
+    assert rows["memory_card.read"] >= rows["memory_card.read.default.batch16MiB"] > 0

@@ -149,9 +149,8 @@ def describe(output: Any) -> dict[str, Any]:
     }
 
 
-def serve(requests: TextIO, replies: TextIO) -> None:
+def serve(session: Session, requests: TextIO, replies: TextIO) -> None:
     """Answer requests until "exit" or the end of the input."""
-    session = Session()
     for line in requests:
         request = json.loads(line)
         if request["op"] == "exit":
@@ -165,12 +164,12 @@ def serve(requests: TextIO, replies: TextIO) -> None:
     session.shutdown()
 
 
-def main() -> None:
+def main(session: Session) -> None:
     """Take over stdout and serve."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    serve(sys.stdin, replies)
+    serve(session, sys.stdin, replies)
 
 
 if __name__ == "__main__":
-    main()
+    main(Session())
