@@ -46,6 +46,7 @@ HELP = {
     "resp (Valkey or Redis) or memory (RAM, not kept); docs/cards.md",
     "card_options": "an option of the card, repeatable; docs/cards.md lists them",
     "batch_bytes": "ranks get slots in batches of at most this size, to overlap card and copy",
+    "read_ahead_bytes": "ring space for first layers of prompts that still wait; 0: none",
     "rank_deadline_s": "how long the first rank of a request waits for the last",
     "lease_s": "how long a rank may keep ring slots before the session is ended",
     "job_deadline_s": "how long the saves of one step may take before they are forgotten",
@@ -67,6 +68,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     card: str = "slab"
     card_options: dict[str, Any] = {}
     batch_bytes: int = 128 * MiB
+    read_ahead_bytes: int = 512 * MiB
     rank_deadline_s: float = 20.0
     lease_s: float = 60.0
     job_deadline_s: float = 120.0
@@ -108,13 +110,14 @@ _LOWEST: dict[str, float] = {
     "io_size": 0,
     "fragment_size": 0,
     "batch_bytes": 1,
+    "read_ahead_bytes": 0,
     "rank_deadline_s": 0.001,
     "lease_s": 0.001,
     "job_deadline_s": 0.001,
     "liveness_s": 0.001,
     "heartbeat_s": 0.001,
 }
-_SIZES = {"shared_memory_size", "io_size", "fragment_size", "batch_bytes"}
+_SIZES = {"shared_memory_size", "io_size", "fragment_size", "batch_bytes", "read_ahead_bytes"}
 
 
 def parse_size(value: object, where: str) -> int:

@@ -110,6 +110,7 @@ class Context:
     Attributes:
         send: delivers a message to a rank.
         batch_bytes: a batch is granted at about this size at most, so that ranks copy early.
+        read_ahead_bytes: of ring slots that hold what no rank has asked for yet; 0: none.
         rank_deadline_s: how long the first rank of a request waits for the last.
     """
 
@@ -120,6 +121,7 @@ class Context:
     counters: Counters
     clock: Callable[[], float]
     batch_bytes: int
+    read_ahead_bytes: int
     rank_deadline_s: float
 
 
