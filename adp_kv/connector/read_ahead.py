@@ -52,6 +52,7 @@ class ReadAheadSide:
         local = 0
         if self._engine.hash_tokens == self._engine.block_tokens:
             local = locally_cached(pool, request.block_hashes) * self._engine.block_tokens
+        self._forget(request.request_id)  # told before it was preempted
         chunks = keys[local // chunk : hit_tokens // chunk]
         if len(chunks):
             self._told[request.request_id] = self._client.read_ahead(chunks)
