@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from adp_kv.transfer.base import Mark, Mover, SliceCopy, Ticket
 from adp_kv.transfer.plan import RESTORE as THRESHOLDS
 from adp_kv.transfer.plan import Limits, make_plan
 from adp_kv.units import GiB, KiB, MiB
-from adp_kv.wire.messages import PROTOCOL_VERSION, Hello
+from adp_kv.wire.messages import PROTOCOL_VERSION, CacheDecl, Hello
 from benchmarks._engines import Usage, cpu_usage
 from benchmarks._results import Results, argument_parser
 from gateway.config import Settings
@@ -92,20 +93,35 @@ class PlanningMover(Mover):
 
 
 class Rig:
-    """A gateway in a process of its own and one rank's client in this one."""
+    """A gateway in a process of its own and one rank's client in this one.
 
-    def __init__(self, case: Case, batch_bytes: int) -> None:
+    Args:
+        case: what is restored.
+        batch_bytes: the gateway's, for objects of their real size.
+        object_bytes: what they have here.
+        num_slots: ring slots in each direction; by default those of a ring of 6 GiB.
+        how: more settings of the gateway.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        batch_bytes: int,
+        object_bytes: int = OBJECT_BYTES,
+        num_slots: int = 0,
+        **how: Any,
+    ) -> None:
         self.case = case
         objects = case.num_chunks * case.num_layers
-        slots = 3 * GiB // case.object_bytes
+        slots = num_slots or 3 * GiB // case.object_bytes
         self.gateway = Gateway.serve(
             "memory",
-            {"capacity_bytes": (objects + 64) * OBJECT_BYTES, "max_value_bytes": OBJECT_BYTES},
-            fragment_size=OBJECT_BYTES,
-            shared_memory_size=2 * slots * OBJECT_BYTES,
-            batch_bytes=max(1, batch_bytes // case.object_bytes) * OBJECT_BYTES,
+            {"capacity_bytes": (objects + 64) * object_bytes, "max_value_bytes": object_bytes},
+            shared_memory_size=2 * slots * object_bytes,
+            batch_bytes=max(1, batch_bytes // case.object_bytes) * object_bytes,
+            **how,
         )
-        page = OBJECT_BYTES // case.pages
+        page = object_bytes // case.pages
         num_blocks = case.num_chunks * case.pages
         self.caches = [
             CacheGeometry(i, f"layer.{i}", 1 << 40, page, page, num_blocks, case.pages)
@@ -114,21 +130,25 @@ class Rig:
         rng = np.random.default_rng(3)
         self.chunks = rng.integers(0, 2**64, (case.num_chunks, 2), dtype=np.uint64)
         self.blocks = rng.permutation(num_blocks).reshape(case.num_chunks, case.pages)
-        hello = Hello(
-            version=PROTOCOL_VERSION,
-            release="benchmark",
-            engine="benchmark",
-            rank=0,
-            world_size=1,
-            namespace=bytes(16),
-            caches=declare(self.caches),
-            pid=os.getpid(),
-        )
+        hello = self.hello(0, declare(self.caches))
         self.client = RankClient(
             hello, self.caches, PlanningMover(), 0, self.gateway.address, 10.0, 10.0
         )
         self.client.start()
         assert self.client.wait_settled(), self.client.off_reason
+
+    def hello(self, rank: int, caches: list[CacheDecl]) -> Hello:
+        """Return the Hello of a rank, or of the scheduler side."""
+        return Hello(
+            version=PROTOCOL_VERSION,
+            release="benchmark",
+            engine="benchmark",
+            rank=rank,
+            world_size=1,
+            namespace=bytes(16),
+            caches=caches,
+            pid=os.getpid(),
+        )
 
     def store(self) -> None:
         """Store every object once."""
@@ -141,14 +161,15 @@ class Rig:
             "everything is stored",
         )
 
-    def restore(self, number: int) -> float:
-        """Restore every object; return seconds until the last layer's copy was started."""
+    def restore(self, number: int) -> list[float]:
+        """Restore every object; return seconds until each layer's copy was started."""
         job = Job(number, self.chunks, self.blocks, self.caches, TIMEOUT_S)
         began = time.perf_counter()
         self.client.submit_restore(job, RESTORE, None)
+        took = []
         for cache in self.caches:
             job.wait_cache(cache.index)
-        took = time.perf_counter() - began
+            took.append(time.perf_counter() - began)
         wait_until(lambda: job.finished, TIMEOUT_S, "everything is released")
         assert not job.failed_chunks.any(), job.reason
         return took
@@ -175,7 +196,7 @@ def measure(case: Case, batch_bytes: int, repeats: int, results: Results, prefix
         rig.store()
         rig.restore(2)
         counted, cpu, client = rig.gateway.counters(), rig.gateway_cpu(), rig.client_cpu_s()
-        took = [rig.restore(3 + i) for i in range(repeats)]
+        took = [rig.restore(3 + i)[-1] for i in range(repeats)]
         cpu, client = rig.gateway_cpu().since(cpu), rig.client_cpu_s() - client
         grants = rig.gateway.counters()["get_grants"] - counted["get_grants"]
     finally:

@@ -13,6 +13,7 @@ from benchmarks import (
     control_path,
     interference,
     load_mode,
+    read_ahead,
     restore,
     save_overhead,
 )
@@ -260,6 +261,15 @@ def test_control_path_dry_run_counts_grants(tmp_path):
     assert rows["control_path.60k.grants"] == 4
     assert rows["control_path.60k.wall"] > 0
     assert rows["control_path.60k.client.object"] > 0
+
+
+def test_read_ahead_dry_run_has_rows_for_both(tmp_path):
+    read_ahead.main(["--quick", f"--out={tmp_path}"])
+    rows = {row.metric: row for row in read_rows(tmp_path / "read_ahead.json")}
+    for layer in ("first_layer", "last_layer"):
+        row = rows[f"read_ahead.wait20ms.{layer}"]
+        assert row.value > 0
+        assert row.baseline > 0
 
 
 def test_memory_card_dry_run_moves_everything(tmp_path):
