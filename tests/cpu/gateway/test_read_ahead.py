@@ -90,12 +90,22 @@ def test_get_of_two_requests_reads_what_is_not_there(make):
     rig.serving.assert_idle()
 
 
-def test_get_in_another_order_gets_its_own_bytes(make):
-    rig = make()
+@pytest.mark.parametrize(
+    ("order", "taken"),
+    [
+        ([5, 4, 3, 2, 1, 0], 1),
+        ([1, 2, 4, 5], 2),
+        ([3, 3, 4], 1),
+        ([0, 1, 5], 2),
+        ([4, 5, 0, 1], 2),
+    ],
+)
+def test_get_in_another_order_gets_its_own_bytes(make, order, taken):
+    rig = make(num_caches=1)
     rig.ahead(CHUNKS)
-    rig.wait("objects_read_ahead", 12)
-    for number, order in enumerate((CHUNKS[::-1], CHUNKS[[4, 5, 0, 1]], CHUNKS[[3, 3, 4]])):
-        get([rig.rank], 20 + number, order, [0])
+    rig.wait("objects_read_ahead", 6)
+    get([rig.rank], 20, CHUNKS[order], [0])
+    assert rig.count("objects_taken_ahead") == taken
     rig.scheduler.send(Forget(1))
     rig.serving.assert_idle()
 
@@ -200,16 +210,45 @@ def test_missing_object_fails_the_get_that_takes_it(make):
 
 def test_nothing_is_read_ahead_while_a_get_waits_for_slots(make):
     chunks = random_chunks(12, seed=5)
-    rig = make(chunks=chunks, shared_memory_size=2 * 8 * SLOT)
-    rig.rank.send(Get(10, [0], pack_keys(chunks)))  # 12 objects, 8 slots, held
-    first = [rig.rank.expect(Granted) for _ in range(2)]
-    rig.ahead(chunks[:2], number=2)
+    rig = make(chunks=chunks, shared_memory_size=2 * 8 * SLOT, batch_bytes=4 * SLOT)
+    rig.rank.send(Get(10, [0], pack_keys(chunks[:6])))  # 6 of 8 slots, held
+    held = [rig.rank.expect(Granted) for _ in range(2)]
+    rig.rank.send(Get(11, [0], pack_keys(chunks[:4])))  # needs 4 at once
+    rig.wait("gets", 2)
+    rig.ahead(chunks[6:8], number=2)  # would fit into the 2 that are free
     rig.wait("ahead_wishes", 1)
     assert rig.count("objects_read_ahead") == 0
-    for message in first:
+    for message in held:
         rig.rank.send(Release(10, message.first, ok=True))
-    rig.rank.send(Release(10, rig.rank.expect(Granted).first, ok=True))
+    rig.rank.send(Release(11, rig.rank.expect(Granted).first, ok=True))
     rig.wait("objects_read_ahead", 4)
+    rig.scheduler.send(Forget(2))
+    rig.serving.assert_idle()
+
+
+def test_get_that_waits_for_slots_comes_before_the_next_shelf(make, monkeypatch):
+    chunks = random_chunks(12, seed=5)
+    card = FaultyCard(memory_card())
+    rig = make(card, chunks=chunks, shared_memory_size=2 * 8 * SLOT, batch_bytes=4 * SLOT)
+    card.faults = [Fault(ops=frozenset({Op.READ}), delay_s=0.3)]
+    reads, submit = [], card.submit
+
+    def note(batch):
+        if batch.op is Op.READ:
+            reads.append(len(batch.keys))
+        submit(batch)
+
+    monkeypatch.setattr(card, "submit", note)
+    rig.ahead(chunks[6:8], number=2)
+    rig.wait("ahead_wishes", 1)
+    for seq in (10, 11):  # the second one finds 2 of the 4 slots it needs
+        rig.rank.send(Get(seq, [0], pack_keys(chunks[:4])))
+    for seq in (10, 11):
+        granted = rig.rank.expect(Granted)
+        assert granted.seq == seq
+        rig.rank.send(Release(seq, granted.first, ok=True))
+    rig.wait("objects_read_ahead", 4)
+    assert reads == [2, 4, 4, 2]
     rig.scheduler.send(Forget(2))
     rig.serving.assert_idle()
 
