@@ -15,6 +15,7 @@ import contextlib
 import importlib.util
 import json
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,11 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from adp_kv.units import GiB, KiB, MiB, align_up
+from adp_kv.units import GiB, KiB, MiB, ceil_div
 from tests.support import tiny_models
 from tests.support.engine import Engine
 from tests.support.gateways import Gateway
-from tests.support.process import ChildError, wait_until
+from tests.support.process import SHM, ChildError, wait_until
 
 MODELS = Path(__file__).with_name("models")
 LOAD_FORMAT = "adp_random"  # benchmarks/_worker.py; not imported here, since it imports vLLM
@@ -36,6 +37,8 @@ START_TIMEOUT_S = 420.0
 RUN_TIMEOUT_S = 300.0
 STORE_TIMEOUT_S = 180.0
 COMPARED_TOKENS = 8
+SLAB_SLOT, SLAB_FRAGMENT = 256 * KiB, 258048  # a fragment of 261,120 bytes in whole 4096
+SHM_SHARE = 0.8
 PLAIN, OFFLOADING, LMCACHE, MEMORY, SLAB = "plain", "offloading", "lmcache", "memory", "slab"
 ADP = (MEMORY, SLAB)
 
@@ -187,14 +190,16 @@ class Contender:
         )
 
     def _serve(self) -> Gateway:
-        objects = self.shape.object_bytes
-        room = self.shape.total_bytes * 9 // 8 + 64 * MiB
-        options: dict[str, object] = {"capacity_bytes": room}
+        shape = self.shape
+        num_objects = shape.num_chunks * shape.num_layers * 9 // 8 + 64
+        options: dict[str, object]
         if self.kind == MEMORY:
-            options |= {"max_value_bytes": objects, "prefault": True}
+            room = num_objects * shape.object_bytes
+            options = {"max_value_bytes": shape.object_bytes, "prefault": True}
         else:
-            options |= {"path": self.setup.folder / self.name, "num_databases": 4}
-            options["capacity_bytes"] = room * align_up(objects, 256 * KiB) // objects + 64 * MiB
+            room = num_objects * ceil_div(shape.object_bytes, SLAB_FRAGMENT) * SLAB_SLOT
+            options = {"path": self.setup.folder / self.name, "num_databases": 4}
+        options["capacity_bytes"] = room
         options |= self.setup.card.get(self.kind, {})
         settings: dict[str, Any] = {"job_deadline_s": STORE_TIMEOUT_S} | dict(self.setup.gateway)
         return Gateway.serve(
@@ -407,6 +412,14 @@ def cpu_usage(pid: int) -> Usage:
         with contextlib.suppress(OSError):
             seconds[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / 1e9
     return Usage(seconds[pid], sum(seconds.values()))
+
+
+def ring_bytes(wanted: int, num_gateways: int) -> int:
+    """Return the size of each gateway's ring: as wanted, if /dev/shm has room for all."""
+    room = int(shutil.disk_usage(SHM).free * SHM_SHARE) // max(1, num_gateways)
+    if room < wanted:
+        print(f"rings of {room / GiB:.1f} GiB: /dev/shm has room for no more", flush=True)
+    return min(wanted, room) // MiB * MiB
 
 
 def write_models(folder: Path, shapes: Iterable[Shape]) -> None:

@@ -18,10 +18,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from adp_kv.units import MiB
 from benchmarks import _engines
 from benchmarks._engines import MEMORY, Contender, Field, Setup, Shape
 from benchmarks._results import Results, argument_parser
 from benchmarks._slow_gateway import SPEED_FILE
+from gateway.config import parse_size
 from tests.support.device import find_device
 
 CODE = ("adp_kv/connector", "adp_kv/sdk", "adp_kv/transfer", "gateway")
@@ -152,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.quick:
         shape = _engines.tiny_shape("8b", "llama", 4, device)
     sizes = [Size("8GB", shape.num_chunks)] if given.quick else all_sizes(shape)
+    ring = 64 * MiB if given.quick else parse_size(given.ring, "--ring")
     results = Results("load_mode")
     with _engines.work_folder(None) as folder:
         setup = Setup(
@@ -159,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder=folder,
             eager=not given.graphs,
             separate_core=not given.quick,
-            gateway={"shared_memory_size": "64MiB" if given.quick else given.ring},
+            gateway={"shared_memory_size": _engines.ring_bytes(ring, 2)},
             extra_tokens=NUM_OTHERS * (OTHERS_TOKENS + 4096),
         )
         _engines.write_models(folder, [shape])

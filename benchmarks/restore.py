@@ -34,6 +34,7 @@ from benchmarks._engines import (
     Shape,
 )
 from benchmarks._results import Results, argument_parser
+from gateway.config import parse_size
 from tests.support.device import find_device
 
 CODE = ("adp_kv", "gateway")
@@ -174,6 +175,8 @@ def run(setup: Setup, shapes: Sequence[Shape], repeats: int, results: Results) -
     failed: dict[str, str] = {}
     for wave in waves(contenders):
         with Field(wave, together=setup.device == "cuda") as running:
+            if not running.contenders:
+                return failed | running.failed
             link = link_speed(running, setup.device)
             if results.rows:
                 results.add("restore.link.again", link, "GB/s", better="higher")
@@ -243,7 +246,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes = [
         one for one in all_shapes(device, quick=given.quick) if given.only in (None, one.name)
     ]
-    gateway: dict[str, object] = {"shared_memory_size": "64MiB" if given.quick else given.ring}
+    num_gateways = sum(k in ADP for one in shapes for k in kinds_of(one, device))
+    ring = 64 * MiB if given.quick else parse_size(given.ring, "--ring")
+    ring = _engines.ring_bytes(ring, num_gateways)
+    gateway: dict[str, object] = {"shared_memory_size": ring}
     if given.batch_bytes:
         gateway["batch_bytes"] = given.batch_bytes
     card = {MEMORY: {"copy_threads": given.copy_threads}} if given.copy_threads else {}

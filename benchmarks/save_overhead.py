@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from adp_kv.units import MiB
 from benchmarks import _engines
 from benchmarks._engines import MEMORY, PLAIN, Contender, Field, Setup, Shape
 from benchmarks._results import Results, argument_parser
+from gateway.config import parse_size
 from tests.support.device import find_device
 
 CODE = ("adp_kv/connector", "adp_kv/sdk", "adp_kv/transfer", "adp_kv/kernels", "gateway")
@@ -150,13 +152,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = _engines.shape("save", "llama-8b", 33_000)
     if given.quick:
         shape = _engines.tiny_shape("save", "llama", 6, device)
+    ring = 64 * MiB if given.quick else parse_size(given.ring, "--ring")
     results = Results("save_overhead")
     with _engines.work_folder(None) as folder:
         setup = Setup(
             device=device,
             folder=folder,
             separate_core=not given.quick,
-            gateway={"shared_memory_size": "64MiB" if given.quick else given.ring},
+            gateway={"shared_memory_size": _engines.ring_bytes(ring, 1)},
         )
         _engines.write_models(folder, [shape])
         contenders = contenders_for(loads, shape, setup, repeats)

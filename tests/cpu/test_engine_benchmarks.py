@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,7 +80,9 @@ def test_rows_count_requests_and_gateway_time(rows):
     assert rows["restore.60k.memory.gateway.main_thread"].value == pytest.approx(30_000 / 22560)
 
 
-def test_gateway_settings_hold_every_chunk(monkeypatch, tmp_path):
+# 1 MiB and 294,912 bytes in fragments of 258,048
+@pytest.mark.parametrize(("name", "pieces"), [("60k", 5), ("196k", 2)])
+def test_gateway_settings_hold_every_chunk(monkeypatch, tmp_path, name, pieces):
     asked = {}
 
     def serve(kind, options, **settings):
@@ -88,13 +91,20 @@ def test_gateway_settings_hold_every_chunk(monkeypatch, tmp_path):
     monkeypatch.setattr(_engines.Gateway, "serve", serve)
     setup = _engines.Setup(device="cuda", folder=tmp_path)
     for kind in _engines.ADP:
-        _engines.Contender(kind, SHAPES["196k"], setup)._serve()
-    objects = SHAPES["196k"].num_chunks * 61
+        _engines.Contender(kind, SHAPES[name], setup)._serve()
+    objects = SHAPES[name].num_chunks * SHAPES[name].num_layers
     memory, slab = asked["memory"], asked["slab"]
     assert memory["capacity_bytes"] // memory["max_value_bytes"] >= objects
-    pieces = 2  # 294,912 bytes in fragments of 261,120
     assert slab["capacity_bytes"] // (256 << 10) >= pieces * objects
     assert slab["capacity_bytes"] < 40 * GiB
+
+
+def test_rings_fit_the_shared_memory(monkeypatch, capsys):
+    usage = SimpleNamespace(free=10 * GiB)
+    monkeypatch.setattr(_engines.shutil, "disk_usage", lambda _: usage)
+    assert _engines.ring_bytes(2 * GiB, 3) == 2 * GiB
+    assert _engines.ring_bytes(6 * GiB, 4) == 2 * GiB
+    assert "2.0 GiB" in capsys.readouterr().out
 
 
 def test_cpu_usage_grows_with_work():
