@@ -42,6 +42,47 @@ class RandomLoader(DummyModelLoader):
 class BenchWorker(WorkerExtension):
     """Mixed into every worker."""
 
+    def adp_watch(self) -> None:
+        """From now on note when a restore passes its stages (adp_timeline)."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group().worker
+        client = worker.client
+        stages: dict[str, float] = {}
+        self._adp_stages = stages
+        start_load, fence = worker.start_load, worker._fence
+        on_granted, has_landed = client._on_granted, client._has_landed
+
+        def noted_start_load(meta: Any, forward_context: Any) -> None:
+            if meta.restore is not None or meta.async_restore is not None:
+                stages.clear()
+                stages["load"] = time.perf_counter()
+            start_load(meta, forward_context)
+
+        def noted_on_granted(message: Any) -> None:
+            stages.setdefault("first_grant", time.perf_counter())
+            on_granted(message)
+            stages["last_copy_queued"] = time.perf_counter()
+
+        def noted_fence(step: Any, index: int) -> None:
+            waits = step.restore is not None and index in step.unfenced
+            fence(step, index)
+            if waits:
+                stages["last_layer_fenced"] = time.perf_counter()
+
+        def noted_has_landed(flight: Any) -> bool:
+            landed = has_landed(flight)
+            if landed:
+                stages["last_copy_landed"] = time.perf_counter()
+            return landed
+
+        worker.start_load, worker._fence = noted_start_load, noted_fence
+        client._on_granted, client._has_landed = noted_on_granted, noted_has_landed
+
+    def adp_timeline(self) -> dict[str, float]:
+        """Return when the last restore passed its stages, on the machine's monotonic clock."""
+        return dict(self._adp_stages)
+
     def adp_link(self, num_bytes: int, repeats: int) -> float:
         """Return GB/s of a contiguous copy from pinned memory to the device."""
         cuda = torch.cuda.is_available()

@@ -47,11 +47,13 @@ class Times:
     """Seconds to the first token, a value a round.
 
     Attributes:
+        stages: seconds after which a restore of ours passed each stage, a value a round.
         counted: what our gateway counted during the rounds; cpu: what it used.
     """
 
     first_token_s: list[float] = field(default_factory=list)
     hit_s: list[float] = field(default_factory=list)
+    stages: dict[str, list[float]] = field(default_factory=dict)
     counted: dict[str, int] = field(default_factory=dict)
     cpu: _engines.Usage | None = None
 
@@ -67,6 +69,8 @@ def measure(field_: Field, repeats: int) -> dict[str, Times]:
     for contender in list(field_.contenders):
         if contender.kind != PLAIN:
             field_.attempt(contender, contender.check_tokens)
+        if contender.kind in ADP:
+            field_.attempt(contender, partial(contender.engine.rpc, "adp_watch"))
     for round_number in range(repeats):
         order = list(field_.contenders)
         turn = round_number % max(1, len(order))
@@ -92,6 +96,9 @@ def _one_round(contender: Contender, times: Times) -> None:
     if gateway is None or cpu is None:
         return
     used = _engines.cpu_usage(gateway.child.pid).since(cpu)
+    (timeline,) = contender.engine.rpc("adp_timeline")
+    for stage, at in timeline.items():
+        times.stages.setdefault(stage, []).append(at - contender.engine.began_s)
     times.cpu = used if times.cpu is None else times.cpu.plus(used)
     for name, value in gateway.counters().items():
         times.counted[name] = times.counted.get(name, 0) + value - before.get(name, 0)
@@ -156,6 +163,9 @@ def _add_restored(
 def _add_gateway(results: Results, prefix: str, one: Times) -> None:
     """Add what a restore cost the gateway."""
     assert one.cpu is not None
+    for stage, seconds in one.stages.items():
+        value = statistics.median(seconds) * 1e3
+        results.add(f"{prefix}.stage.{stage}", value, "ms", better="lower")
     runs, counted = len(one.first_token_s), one.counted
     objects = max(1, counted.get("objects_read", 0))
     results.add(f"{prefix}.requests", counted.get("gets", 0) / runs, "requests", better="lower")

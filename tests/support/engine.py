@@ -64,7 +64,8 @@ class Engine:
         program: the child's; benchmarks have one that does more.
 
     Attributes:
-        elapsed_s: how long vLLM took for the last batch of prompts, seen from its caller.
+        began_s, elapsed_s: when vLLM got the last batch of prompts, on the machine's monotonic
+            clock, and how long it took, seen from its caller.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Engine:
         }
         argv = [PYTHON, "-m", program]
         self.child = Child(argv, settings | dict(env or {}), "engine", pipes=True)
-        self.elapsed_s = 0.0
+        self.began_s = self.elapsed_s = 0.0
         self._replies: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, name="engine-replies", daemon=True).start()
 
@@ -156,7 +157,7 @@ class Engine:
     def finish_generate(self, timeout_s: float = GENERATE_TIMEOUT_S) -> list[Completion]:
         """Wait for what begin_generate() sent."""
         reply = self._receive(timeout_s)
-        self.elapsed_s = reply["elapsed_s"]
+        self.began_s, self.elapsed_s = reply["began_s"], reply["elapsed_s"]
         return [Completion(**one) for one in reply["completions"]]
 
     def reset_prefix_cache(self, timeout_s: float = 30.0) -> None:

@@ -65,7 +65,11 @@ class Session:
         outputs = self.llm.generate(prompts, SamplingParams(**sampling), use_tqdm=False, **extra)
         elapsed_s = time.perf_counter() - began
         self._drain()
-        return {"completions": [describe(output) for output in outputs], "elapsed_s": elapsed_s}
+        return {
+            "completions": [describe(output) for output in outputs],
+            "began_s": began,
+            "elapsed_s": elapsed_s,
+        }
 
     def _drain(self) -> None:
         """Step a core in this process until its connector is idle, as a core of its own does."""

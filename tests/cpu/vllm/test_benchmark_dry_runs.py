@@ -7,6 +7,8 @@ from benchmarks._results import read_rows
 
 pytestmark = pytest.mark.vllm
 
+STAGES = ("load", "first_grant", "last_copy_queued", "last_layer_fenced")
+
 
 def run(benchmark, name, tmp_path, capsys, *more):
     """Return the rows of a dry run by metric; it must not have lost an engine."""
@@ -23,6 +25,9 @@ def test_restore_dry_run_writes_rows(tmp_path, capsys):
         assert rows[f"restore.60k.{kind}.objects"] == 16
         assert rows[f"restore.60k.{kind}.grants"] == 4
         assert rows[f"restore.60k.{kind}.gateway.main_thread"] > 0
+        stages = [rows[f"restore.60k.{kind}.stage.{stage}"] for stage in STAGES]
+        assert stages == sorted(stages)
+        assert stages[-1] < rows[f"restore.60k.{kind}.first_token.max"]
     assert rows["restore.60k.bytes"] == pytest.approx(16 * 262144 / 1e9)
     assert rows["restore.60k.gpu_cache"] < rows["restore.60k.recomputed"]
 
