@@ -28,8 +28,10 @@ from adp_kv.errors import AdpError, ConfigError, RingError, WireError
 from adp_kv.ring.region import RingFile, ring_path, sweep
 from adp_kv.wire.frames import MAX_MESSAGE_BYTES, decode_at_gateway, encode
 from adp_kv.wire.messages import (
+    Ahead,
     Attached,
     Failed,
+    Forget,
     Get,
     Goodbye,
     Hello,
@@ -206,6 +208,8 @@ class Server:
             engine.request(rank, message)
         elif isinstance(message, Lookup):
             engine.lookup(rank, message)
+        elif isinstance(message, Ahead | Forget):
+            engine.read_ahead(rank, message)
         elif isinstance(message, Ping):
             self._deliver(identity, Pong(message.nonce))
         elif isinstance(message, Attached):

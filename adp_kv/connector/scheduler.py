@@ -26,6 +26,7 @@ import numpy as np
 from adp_kv import __version__
 from adp_kv.config import ConnectorSettings
 from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata, Chunks
+from adp_kv.connector.read_ahead import ReadAheadSide
 from adp_kv.connector.vllm_view import EngineView, adapter_folder, hashes_repeatable, root_hash
 from adp_kv.layout.fingerprint import digest, weights_fingerprint
 from adp_kv.sdk.lookup import LookupClient, LookupTicket
@@ -139,6 +140,7 @@ class SchedulerSide:
         self.client = LookupClient(
             hello, engine.address, settings.gateway_timeout_s, settings.connect_timeout_s
         )
+        self._ahead = ReadAheadSide(self.client, engine)
         self.client.start()
         # The ranks have joined, or given up: the Welcome comes at once, and the first
         # request need not wait for it.
@@ -187,6 +189,7 @@ class SchedulerSide:
         self._hash(state)
         if len(state.keys):
             state.lookup = self.client.ask(state.keys, self._settings.lookup_timeout_s)
+            self._ahead.on_asked(state.request.request_id, state.lookup)
 
     def _hash(self, state: RequestState) -> None:
         """Extend the request's chunk keys to all block hashes it has."""
@@ -255,6 +258,7 @@ class SchedulerSide:
         if state is None:
             return
         state.lookup = None  # a later admission (after preemption) asks anew
+        self._ahead.on_admitted(request.request_id, restores=num_external > 0)
         if num_external == 0:
             return
         chunk, block = self._engine.chunk_tokens, self._engine.block_tokens
@@ -279,6 +283,10 @@ class SchedulerSide:
         if idle and self._awaits_answer:
             self.client.wait_news(IDLE_WAIT_S)
         self._awaits_answer = False
+        for request_id in self._ahead.answered():
+            asked = self._states[request_id]
+            hit = self._hit_tokens(asked, asked.request.num_tokens)
+            self._ahead.tell(asked.request, asked.keys, hit, self._pool)
         self._follow_blocks(output)
         if self._settings.save and self._ready():
             for request_id, num_scheduled in output.num_scheduled_tokens.items():
@@ -380,6 +388,7 @@ class SchedulerSide:
     def on_finished(self, request: Any) -> None:
         """Forget a request; chunks it filled with its last tokens are saved in the next step."""
         state = self._states.pop(request.request_id, None)
+        self._ahead.on_finished(request.request_id)
         if state is None or not self._settings.save or not self._ready():
             return
         # Only after a normal end: an aborted or failed request may hold pages that were

@@ -46,7 +46,7 @@ class Deployment:
     ) -> None:
         self.folder = folder
         self._card = CARD | dict(card_options or {}) | {"path": folder / "card"}
-        self._settings = {"shared_memory_size": "64MiB"} | settings
+        self._settings: dict[str, Any] = {"shared_memory_size": "64MiB"} | settings
         self._fault_file = folder / "fault"
         self._faulty = faulty
         self.address: str | None = None
