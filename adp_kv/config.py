@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -37,6 +38,7 @@ HELP = {
     "load_timeout_s": "a restore that takes longer is a failed load",
     "save_timeout_s": "a save that takes longer is dropped",
     "max_pending_save_bytes": "saves beyond this much unsaved data of one rank are dropped",
+    "autotune": "measure once a GPU and driver (< 1 s of a start) when to copy which way",
     "staging_bytes": "GPU memory for staging, taken beside gpu_memory_utilization",
 }
 
@@ -59,6 +61,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     load_timeout_s: float = 15.0
     save_timeout_s: float = 60.0
     max_pending_save_bytes: int = 4 * GiB
+    autotune: bool = True
     staging_bytes: int = 128 * MiB
 
     def __post_init__(self) -> None:
@@ -100,6 +103,12 @@ def connector_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
 def environment(name: str) -> str | None:
     """Return a variable of the environment, None if it is not set."""
     return os.environ.get(name)
+
+
+def cache_folder() -> Path:
+    """Return where results of measurements are kept: XDG_CACHE_HOME or ~/.cache, adp_kv in it."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "adp_kv"
 
 
 def hash_seed() -> str | None:

@@ -1,6 +1,8 @@
 """What benchmarks.scatter and benchmarks.gather share: cases, a ring and pool, timing, rows.
 
-Every figure is set against a contiguous 1 GiB copy in the same direction and the same run.
+Every run is set against a contiguous 1 GiB copy in the same direction right before it, since
+a host that others use is not the same from one second to the next; shares are medians of
+these ratios.
 A transfer is 256 MiB; shares are of eight transfers queued one behind the other, as the layers
 of a restore are, from before the first is planned to the end of the last. `single` is one
 transfer alone, on an idle device.
@@ -13,7 +15,7 @@ from __future__ import annotations
 import mmap
 import statistics
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +31,7 @@ POOL_BYTES = 6 * GiB
 TOTAL_BYTES = 256 * MiB
 MAX_PAGE_CALLS = 2048
 TRANSFERS = 8
+REPEATS = 5
 NUM_CHECKED = 256
 PLANNER = "planner"
 PAGE_CALLS = "a call a page"
@@ -86,14 +89,22 @@ def table(case: Case, ring_bytes: int, pool_bytes: int, total: int) -> tuple[Any
     return slices, (pages.astype(np.int64) * case.page_bytes).reshape(num, per_slice)
 
 
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Medians: GB/s, and the share of the copy that was measured right before."""
+
+    gb_per_s: float
+    share: float
+
+
 class Bench(Protocol):
     """What can be measured; a stand-in replaces it where there is no device."""
 
     def link(self) -> float:
         """Return GB/s of a contiguous copy of 1 GiB."""
 
-    def measure(self, case: Case, way: str) -> float:
-        """Return GB/s of a case, after its bytes were checked."""
+    def measure(self, case: Case, way: str) -> Speed:
+        """Return the speed of a case, after its bytes were checked."""
 
 
 class CudaBench:
@@ -145,12 +156,11 @@ class CudaBench:
 
     def link(self) -> float:
         """Return GB/s of a contiguous copy of 1 GiB."""
-        sides = (self.pool.data_ptr(), self._address)
-        dst, src = sides if self._to_device else sides[::-1]
-        return GiB / self._seconds(lambda: self._call(dst, src, GiB), max(self._repeats, 5)) / 1e9
+        times = [self._seconds(self._copy_through) for _ in range(max(self._repeats, 5))]
+        return GiB / statistics.median(times) / 1e9
 
-    def measure(self, case: Case, way: str) -> float:
-        """Return GB/s of a case, after its bytes were checked."""
+    def measure(self, case: Case, way: str) -> Speed:
+        """Return the speed of a case, after its bytes were checked."""
         slices, pages = table(case, RING_BYTES, POOL_BYTES, TOTAL_BYTES)
         if way == PAGE_CALLS:
             most = max(1, MAX_PAGE_CALLS * case.page_bytes // case.slice_bytes)
@@ -168,27 +178,34 @@ class CudaBench:
 
         num_transfers = 1
         self._poison(case, slices)
-        self._seconds(start, 0)
+        self._seconds(start)
         self._check(case, way, slices, pages)
         if way not in {PAGE_CALLS, SINGLE}:
             num_transfers = TRANSFERS
-        seconds = self._seconds(start, self._repeats)
-        return num_transfers * copy.total_bytes / seconds / 1e9
+        total = num_transfers * copy.total_bytes
+        speeds = []
+        for _ in range(self._repeats):
+            through = GiB / self._seconds(self._copy_through)
+            speed = total / self._seconds(start)
+            speeds.append((speed / 1e9, speed / through))
+        return Speed(*(statistics.median(column) for column in zip(*speeds, strict=True)))
 
-    def _seconds(self, start: Any, repeats: int) -> float:
-        """Return the median time from before start() until its work is done; 0 repeats: one run."""
+    def _copy_through(self) -> None:
+        sides = (self.pool.data_ptr(), self._address)
+        dst, src = sides if self._to_device else sides[::-1]
+        self._call(dst, src, GiB)
+
+    def _seconds(self, start: Any) -> float:
+        """Return the time from before start() until its work is done."""
         cuda = self._torch.cuda
-        times = []
         with cuda.stream(self._stream):
-            for _ in range(max(repeats, 1)):
-                cuda.synchronize()
-                before, after = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-                before.record()
-                start()
-                after.record()
-                cuda.synchronize()
-                times.append(before.elapsed_time(after) / 1e3)
-        return statistics.median(times)
+            cuda.synchronize()
+            before, after = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+            before.record()
+            start()
+            after.record()
+            cuda.synchronize()
+            return float(before.elapsed_time(after)) / 1e3
 
     def _call(self, dst: int, src: int, num_bytes: int) -> None:
         kind = 1 if self._to_device else 2
@@ -238,7 +255,7 @@ def checked_rows(num: int) -> set[int]:
 
 def forced(base: Thresholds, way: Way) -> Thresholds:
     """Return thresholds that use a way for everything, but cut as the base does."""
-    return Thresholds(base.staged, base.extent, base.strided, base.batch, force=way)
+    return replace(base, force=way)
 
 
 def run(bench: Bench, results: Results, cases: list[Case], targets: dict[str, float]) -> None:
@@ -256,17 +273,17 @@ def run(bench: Bench, results: Results, cases: list[Case], targets: dict[str, fl
     baselines: dict[str, list[float]] = {}
     for case in cases:
         speeds = {way: bench.measure(case, way) for way in WAYS}
-        without_us = max(speeds[PAGE_CALLS], speeds[Way.BATCH.value])
+        share = speeds[PLANNER].share
+        without_us = max(speeds[way].share for way in (PAGE_CALLS, Way.BATCH.value))
         prefix = f"{results.name}.{case.name}"
         results.add(
-            f"{prefix}.share", speeds[PLANNER] / link, "of the link", better="higher",
-            baseline=without_us / link,
+            f"{prefix}.share", share, "of the link", better="higher", baseline=without_us,
         )  # fmt: skip
         for way, speed in speeds.items():
-            results.add(f"{prefix}.{way}", speed, "GB/s", better="higher")
+            results.add(f"{prefix}.{way}", speed.gb_per_s, "GB/s", better="higher")
         for kind in targets.keys() & {case.kind, ""}:
-            shares.setdefault(kind, []).append(speeds[PLANNER] / link)
-            baselines.setdefault(kind, []).append(without_us / link)
+            shares.setdefault(kind, []).append(share)
+            baselines.setdefault(kind, []).append(without_us)
     for kind, target in targets.items():
         metric = ".".join(filter(None, (results.name, kind, "share.min")))
         results.add(
@@ -281,7 +298,7 @@ def main(name: str, doc: str | None, targets: dict[str, float], *, to_device: bo
     parser.add_argument("--quick", action="store_true", help="few sizes, few repeats")
     given = parser.parse_args()
     results = Results(name)
-    bench = CudaBench(to_device=to_device, repeats=3)
+    bench = CudaBench(to_device=to_device, repeats=REPEATS)
     try:
         run(bench, results, all_cases(quick=given.quick), targets)
     finally:

@@ -43,6 +43,66 @@ def speed_plots(name: str, rows: Sequence[Row], folder: Path) -> list[Path]:
     return drawn
 
 
+_BARS = {
+    "restore": [
+        (r"restore\.(?P<part>\w+)\.(?P<bar>\w+)(\.first_token)?", "ms", "time to the first token")
+    ],
+    "load_mode": [
+        (r"load_mode\.(?P<part>\w+)\.(?P<bar>[\w.]+)\.first_token", "ms", "first token"),
+        (r"load_mode\.(?P<part>\w+)\.(?P<bar>[\w.]+)\.others\.longest", "ms a token", "others"),
+    ],
+    "interference": [
+        (r"interference\.(?P<part>\w+)\.(?P<bar>.+)\.slowdown", "x", "slowdown beside restores")
+    ],
+    "save_overhead": [(r"save\.(?P<part>\w+)\.(?P<bar>on|off)", "ms a step", "saving")],
+    "memory_card": [
+        (r"memory_card\.(?P<part>read)\.(?P<bar>.+)", "GB/s", "memory card to ring"),
+    ],
+}
+"""Benchmark → (metric, unit, title): a plot for each `part`, with a bar for each `bar`."""
+
+
+def bar_plots(name: str, rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Draw NAME.PART.png, and NAME.PART.TITLE.png for the second kind and on, with bars.
+
+    Returns:
+        What was drawn; nothing for a benchmark without bars.
+    """
+    drawn = []
+    for number, (pattern, unit, title) in enumerate(_BARS.get(name, ())):
+        parts: dict[str, dict[str, float]] = {}
+        for row in rows:
+            found = re.fullmatch(pattern, row.metric)
+            if found and row.unit == unit:
+                parts.setdefault(found["part"], {})[found["bar"]] = row.value
+        for part, bars in parts.items():
+            suffix = f".{title}" if number else ""
+            path = folder / f"{name}.{part}{suffix}.png"
+            drawn.append(
+                bar_plot(path, bars, title=f"{title}, {part}, {rows[0].gpu}", x_label=unit)
+            )
+    return drawn
+
+
+def bar_plot(path: Path, bars: Mapping[str, float], *, title: str, x_label: str) -> Path:
+    """Write a plot of named bars, the first on top, and return its path."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")  # no display
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 1 + 0.4 * len(bars)), layout="constrained")
+    names = list(bars)[::-1]
+    drawn = axes.barh(names, [bars[name] for name in names])
+    axes.bar_label(drawn, fmt="%.3g", padding=3)
+    axes.set(title=title, xlabel=x_label)
+    axes.margins(x=0.12)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
 def line_plot(
     path: Path,
     series: Mapping[str, Sequence[tuple[float, float]]],

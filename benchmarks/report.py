@@ -146,7 +146,9 @@ def main(argv: list[str] | None = None, repo: Path = REPO) -> int:
                 path.write_text(filled)
     if not check:
         for path in sorted((repo / RESULTS.relative_to(REPO)).glob("*.json")):
-            for plot in _plots.speed_plots(path.stem, read_rows(path), path.parent):
+            rows = read_rows(path)
+            lines = _plots.speed_plots(path.stem, rows, path.parent)
+            for plot in [*lines, *_plots.bar_plots(path.stem, rows, path.parent)]:
                 print(f"drawn: {plot.relative_to(repo)}")
     for path in outdated:
         print(("out of date: " if check else "rewritten: ") + str(path.relative_to(repo)))

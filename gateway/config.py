@@ -25,6 +25,7 @@ from adp_kv.wire.curve import require_key
 from adp_kv.wire.messages import DEFAULT_PORT
 
 FRAGMENT_SIZES = {"local": 261120, "remote": 131072}
+_UNCUT = 1 << 31
 ENV_PREFIX = "ADP_GATEWAY_"
 
 _UNITS = {"": 1, "b": 1}
@@ -41,11 +42,13 @@ HELP = {
     "shared_memory_size": "bytes of ring slots, half for reads and half for writes",
     "io_size": "largest object the ring is cut for; 0: what the engine declares",
     "placement": "where the card is: local or remote (NVMe-oF); sets fragment_size",
-    "fragment_size": "longest value of one key on the card; 0: 261120 local, 131072 remote",
+    "fragment_size": "longest value of one key on the card; 0: 261120 local, 131072 remote, "
+    "and what it takes with the memory card",
     "card": "kind of card: slab (files or block devices), nvme_kv (NVMe key-value namespaces), "
     "resp (Valkey or Redis) or memory (RAM, not kept); docs/cards.md",
     "card_options": "an option of the card, repeatable; docs/cards.md lists them",
-    "batch_bytes": "ranks get slots in batches of about this size, to overlap card and copy",
+    "batch_bytes": "ranks get slots in batches of at most this size, to overlap card and copy",
+    "read_ahead_bytes": "ring space for first layers of prompts that still wait; 0: none",
     "rank_deadline_s": "how long the first rank of a request waits for the last",
     "lease_s": "how long a rank may keep ring slots before the session is ended",
     "job_deadline_s": "how long the saves of one step may take before they are forgotten",
@@ -68,7 +71,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     fragment_size: int = 0
     card: str = "slab"
     card_options: dict[str, Any] = {}
-    batch_bytes: int = 16 * MiB
+    batch_bytes: int = 128 * MiB
+    read_ahead_bytes: int = 512 * MiB
     rank_deadline_s: float = 20.0
     lease_s: float = 60.0
     job_deadline_s: float = 120.0
@@ -104,8 +108,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def effective_fragment_size(self) -> int:
-        """fragment_size, or what the placement implies."""
-        return self.fragment_size or FRAGMENT_SIZES[self.placement]
+        """fragment_size, or what the placement implies; RAM has no reason to cut objects."""
+        usual = _UNCUT if self.card == "memory" else FRAGMENT_SIZES[self.placement]
+        return self.fragment_size or usual
 
 
 _LOWEST: dict[str, float] = {
@@ -113,13 +118,14 @@ _LOWEST: dict[str, float] = {
     "io_size": 0,
     "fragment_size": 0,
     "batch_bytes": 1,
+    "read_ahead_bytes": 0,
     "rank_deadline_s": 0.001,
     "lease_s": 0.001,
     "job_deadline_s": 0.001,
     "liveness_s": 0.001,
     "heartbeat_s": 0.001,
 }
-_SIZES = {"shared_memory_size", "io_size", "fragment_size", "batch_bytes"}
+_SIZES = {"shared_memory_size", "io_size", "fragment_size", "batch_bytes", "read_ahead_bytes"}
 
 
 def parse_size(value: object, where: str) -> int:

@@ -17,7 +17,9 @@ from adp_kv.ring.region import RingFile
 from adp_kv.units import format_bytes
 from adp_kv.wire.keys import unpack_keys
 from adp_kv.wire.messages import (
+    Ahead,
     Attached,
+    Forget,
     Get,
     Goodbye,
     Hello,
@@ -119,6 +121,7 @@ class Engine:
             counters=self._counters,
             clock=self._clock,
             batch_bytes=self._settings.batch_bytes,
+            read_ahead_bytes=self._settings.read_ahead_bytes,
             rank_deadline_s=self._settings.rank_deadline_s,
         )
         self._gets = GetTable(context)
@@ -187,6 +190,23 @@ class Engine:
             self._send(rank, LookupReply(message.request, stored.tobytes()))
 
         self._store.committed(chunks, then)
+
+    def read_ahead(self, rank: int, message: Ahead | Forget) -> None:
+        """Note what a waiting request will restore, or that it will not.
+
+        Raises:
+            WireError: It is not the scheduler side that says so, or the keys are cut.
+        """
+        if rank != SCHEDULER_RANK or self._gets is None:
+            raise WireError(f"rank {rank} can't ask to read ahead")
+        if isinstance(message, Forget):
+            self._gets.ahead.forget(message.request)
+            return
+        chunks = unpack_keys(message.chunks)
+        if not len(chunks):
+            raise WireError("an Ahead names no chunk")
+        self._gets.ahead.wish(message.request, chunks)
+        self._gets.pump()
 
     def request(self, rank: int, message: Get | Put | Release) -> None:
         """Hand a get, put or release to its table.

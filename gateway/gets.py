@@ -2,7 +2,10 @@
 
     first rank asks ─► slots ─► card reads ─► all ranks have asked? ─► Granted ─► Release
 
-Reading starts at the first rank's request. An object that can't be read is granted
+Reading starts at the first rank's request and runs ahead of the ranks as far as the ring
+goes. The first batches after idle time are small, so that the link has work at once;
+each is twice the one before, up to batch_bytes, since a batch costs gateway and ranks
+some time whatever its size. An object that can't be read is granted
 with its status, and its chunk's commit record is removed, so that the same hit is not
 offered again. Contract of requests, threads and failure: requests.py.
 """
@@ -12,8 +15,19 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from adp_kv.units import MiB
+from gateway.ahead import Match, ReadAhead
 from gateway.cards.base import StatusArray
-from gateway.requests import Request, RequestTable, SlotBatch, count_failures, ignore
+from gateway.requests import (
+    Context,
+    Request,
+    RequestTable,
+    SlotBatch,
+    count_failures,
+    ignore,
+)
+
+FIRST_BATCH_BYTES = 16 * MiB
 
 
 class GetTable(RequestTable):
@@ -21,14 +35,58 @@ class GetTable(RequestTable):
 
     kind = "get"
 
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._next_bytes = FIRST_BATCH_BYTES
+        self.ahead = ReadAhead(context, self._slots, self._all_started)
+
     def pump(self) -> None:
-        """Start reads while slots are free, in the order of arrival."""
+        """Start reads while slots are free, in the order of arrival; then read ahead."""
         for request in list(self._requests.values()):
             while not request.failed and request.num_started < len(request.objects):
-                slots = self._slots.try_allocate(self._next_count(request))
-                if slots is None:
+                if not self._take_shelf(request) and not self._read_some(request):
                     return
-                self._start(request, slots)
+        self.ahead.pump()
+
+    def _all_started(self) -> bool:
+        return all(r.failed or r.num_started == len(r.objects) for r in self._requests.values())
+
+    def _shelf_for(self, request: Request) -> Match | None:
+        """Return what of a request, from where it stands, was read ahead."""
+        if not self.ahead.num_slots or len(request.message.caches) > 1:
+            return None
+        return self.ahead.find(request.message.caches[0], request.chunks, request.num_started)
+
+    def _take_shelf(self, request: Request) -> bool:
+        """Make a shelf that holds the request's next objects a batch of it."""
+        match = self._shelf_for(request)
+        if match is None or match.first != request.num_started:
+            return False
+        batch = SlotBatch(match.first, np.zeros(0, dtype=np.uint32))
+        batch.slots, status = self.ahead.take(
+            match, lambda status: self._on_read(request, batch, status)
+        )
+        request.batches[batch.first] = batch
+        request.num_started += len(batch.slots)
+        if status is not None:
+            self._on_read(request, batch, status)
+        return True
+
+    def _read_some(self, request: Request) -> bool:
+        """Start reading the request's next objects; False if there are no slots for them."""
+        batch_bytes = min(self._next_bytes, self._ctx.batch_bytes)
+        count = self._next_count(request, batch_bytes)
+        match = self._shelf_for(request)
+        if match is not None:
+            count = min(count, match.first - request.num_started)
+        slots = self._slots.try_allocate(count)
+        while slots is None:
+            if not self.ahead.give_way():
+                return False
+            slots = self._slots.try_allocate(count)
+        self._next_bytes = 2 * batch_bytes
+        self._start(request, slots)
+        return True
 
     def _start(self, request: Request, slots: NDArray[np.uint32]) -> None:
         batch = SlotBatch(request.num_started, slots)
@@ -61,7 +119,7 @@ class GetTable(RequestTable):
         self._ctx.store.uncommit(chunks, ignore)
 
     def _on_open(self, request: Request) -> None:
-        """Gets need no further check."""
+        self.ahead.on_get(request.chunks)
 
     def _on_complete(self, request: Request) -> None:
         for batch in request.batches.values():
@@ -71,8 +129,19 @@ class GetTable(RequestTable):
     def _on_released(self, request: Request, batch: SlotBatch) -> None:
         self._drop(request, batch)
 
+    def abandon(self) -> None:
+        """As for every table; nothing more is read ahead."""
+        self.ahead.end()
+        super().abandon()
+
     def _on_abandoned(self, batch: SlotBatch) -> None:
         """Its objects were read and are counted."""
 
+    def tick(self) -> None:
+        """As for every table; what was read ahead and nobody came for is dropped."""
+        self.ahead.tick()
+        super().tick()
+
     def _on_end(self, request: Request) -> None:
-        """A get leaves nothing behind."""
+        if not self._requests:
+            self._next_bytes = FIRST_BATCH_BYTES

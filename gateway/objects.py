@@ -27,13 +27,23 @@ from numpy.typing import NDArray
 
 from adp_kv.errors import CardError
 from adp_kv.metrics import Histogram
-from adp_kv.wire.keys import KeyArray, commit_keys, fragment_keys
+from adp_kv.wire.keys import KeyArray, commit_keys, fragment_keys, whole_keys
 from gateway.cards.base import Batch, Card, Op, Status, StatusArray
 
 log = logging.getLogger("adp_kv.gateway")
 
 Then: TypeAlias = Callable[[StatusArray], None]
 """Called on the main thread with one status an object."""
+
+
+_Fragments: TypeAlias = tuple[
+    NDArray[np.uint16],
+    KeyArray,
+    NDArray[np.int64],
+    NDArray[np.int64],
+    NDArray[np.int64] | None,
+]
+"""Databases, keys, addresses and lengths of fragments; each object's first, None if whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +139,40 @@ class ObjectStore:
         lengths: NDArray[np.int64],
         then: Then,
     ) -> None:
+        split = self._split if int(lengths.max()) > self.fragment_size else self._keep_whole
+        databases, keys, places, sizes, starts = split(objects, addresses, lengths)
+        batch = Batch(
+            op=op,
+            token=self._next_token,
+            databases=databases,
+            keys=keys,
+            addresses=places.astype(np.uint64),
+            lengths=sizes.astype(np.uint32),
+        )
+        self._submit(batch, starts, then)
+
+    def _split(
+        self, objects: KeyArray, addresses: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> _Fragments:
         size = self.fragment_size
         counts = -(-lengths // size)
         starts = np.cumsum(counts) - counts
         object_idx = np.repeat(np.arange(len(objects), dtype=np.int64), counts)
         fragment_idx = np.arange(len(object_idx), dtype=np.int64) - starts[object_idx]
         offsets = fragment_idx * size
-        batch = Batch(
-            op=op,
-            token=self._next_token,
-            databases=self._databases(objects[object_idx, 0], fragment_idx),
-            keys=fragment_keys(objects, object_idx, fragment_idx),
-            addresses=(addresses[object_idx] + offsets).astype(np.uint64),
-            lengths=np.minimum(lengths[object_idx] - offsets, size).astype(np.uint32),
+        return (
+            self._databases(objects[object_idx, 0], fragment_idx),
+            fragment_keys(objects, object_idx, fragment_idx),
+            addresses[object_idx] + offsets,
+            np.minimum(lengths[object_idx] - offsets, size),
+            starts,
         )
-        self._submit(batch, None if len(objects) == len(object_idx) else starts, then)
+
+    def _keep_whole(
+        self, objects: KeyArray, addresses: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> _Fragments:
+        databases = self._databases(objects[:, 0], np.zeros(1, dtype=np.int64))
+        return databases, whole_keys(objects), addresses, lengths, None
 
     def committed(self, chunks: KeyArray, then: Then) -> None:
         """Ask which chunks have a commit record; status OK or not."""

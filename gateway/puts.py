@@ -103,7 +103,8 @@ class PutTable(RequestTable):
                     return
 
     def _start(self, request: Request, missing: NDArray[np.bool_]) -> bool:
-        first, count = request.num_started, self._next_count(request)
+        first = request.num_started
+        count = self._next_count(request, self._ctx.batch_bytes)
         wanted = missing[request.chunk_of(np.arange(first, first + count))]
         slots = np.full(count, NO_SLOT, dtype=np.uint32)
         if wanted.any():

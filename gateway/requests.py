@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from adp_kv.errors import WireError
 from adp_kv.ring.region import RingMapping
 from adp_kv.ring.slots import SlotAllocator
+from adp_kv.units import ceil_div
 from adp_kv.wire.frames import pack_slots
 from adp_kv.wire.keys import KeyArray, object_keys, unpack_keys
 from adp_kv.wire.messages import NO_SLOT, Failed, Get, Granted, Put, Release, ToRank
@@ -109,7 +110,8 @@ class Context:
 
     Attributes:
         send: delivers a message to a rank.
-        batch_bytes: a batch is granted at about this size, so that ranks copy early.
+        batch_bytes: a batch is granted at about this size at most, so that ranks copy early.
+        read_ahead_bytes: of ring slots that hold what no rank has asked for yet; 0: none.
         rank_deadline_s: how long the first rank of a request waits for the last.
     """
 
@@ -120,6 +122,7 @@ class Context:
     counters: Counters
     clock: Callable[[], float]
     batch_bytes: int
+    read_ahead_bytes: int
     rank_deadline_s: float
 
 
@@ -226,14 +229,15 @@ class RequestTable(ABC):
             "different caches or chunks",
         )
 
-    def _next_count(self, request: Request) -> int:
-        """Return how many objects the next batch should have."""
+    def _next_count(self, request: Request, batch_bytes: int) -> int:
+        """Return how many objects the next batch should have: the rest in equal parts."""
         left = request.lengths[request.num_started :]
-        by_bytes = max(1, self._ctx.batch_bytes // int(left.max()))
-        return min(len(left), by_bytes, max(1, self._slots.num_slots // 2))
+        most = min(max(1, batch_bytes // int(left.max())), max(1, self._slots.num_slots // 2))
+        return ceil_div(len(left), ceil_div(len(left), most))
 
     def _grant(self, request: Request, batch: SlotBatch) -> None:
         batch.granted_at = self._ctx.clock()
+        self._ctx.counters.add(f"{self.kind}_grants")
         status = b"" if batch.status is None else batch.status.tobytes()
         message = Granted(request.seq, batch.first, pack_slots(batch.slots), status)
         for rank in request.group:

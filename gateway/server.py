@@ -31,8 +31,10 @@ from adp_kv.wire.curve import CurveKeys, read_keys
 from adp_kv.wire.frames import MAX_MESSAGE_BYTES, decode_at_gateway, encode
 from adp_kv.wire.keys import unpack_keys
 from adp_kv.wire.messages import (
+    Ahead,
     Attached,
     Failed,
+    Forget,
     Get,
     Goodbye,
     Hello,
@@ -262,6 +264,8 @@ class Server:
             engine.request(rank, message)
         elif isinstance(message, Lookup):
             engine.lookup(rank, message)
+        elif isinstance(message, Ahead | Forget):
+            engine.read_ahead(rank, message)
         elif isinstance(message, Ping):
             self._deliver(identity, Pong(message.nonce))
         elif isinstance(message, Attached):

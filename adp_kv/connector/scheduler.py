@@ -26,6 +26,7 @@ import numpy as np
 from adp_kv import __version__
 from adp_kv.config import ConnectorSettings
 from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata, Chunks
+from adp_kv.connector.read_ahead import ReadAheadSide
 from adp_kv.connector.vllm_view import EngineView, adapter_folder, hashes_repeatable, root_hash
 from adp_kv.layout.fingerprint import digest, weights_fingerprint
 from adp_kv.metrics import Recorder
@@ -140,6 +141,7 @@ class SchedulerSide:
         )
         self._retry_at = 0.0
         self.client = self._open_client()
+        self._ahead = ReadAheadSide(self.client, engine)
         self.client.start()
         # The ranks have joined, or given up: the Welcome comes at once, and the first
         # request need not wait for it.
@@ -169,6 +171,7 @@ class SchedulerSide:
         self.client.close()
         self.client = self._open_client()
         self.client.again = True
+        self._ahead = ReadAheadSide(self.client, self._engine)
         self._namespace, self._ranks_off = None, False
         self._known.clear()
         for state in self._states.values():
@@ -230,6 +233,7 @@ class SchedulerSide:
             state.lookup = self.client.ask(state.keys, self._settings.lookup_timeout_s)
             self.stats.add("lookups")
             self.stats.add("lookup_chunks", len(state.keys))
+            self._ahead.on_asked(state.request.request_id, state.lookup)
 
     def _hash(self, state: RequestState) -> None:
         """Extend the request's chunk keys to all block hashes it has."""
@@ -309,6 +313,7 @@ class SchedulerSide:
         if state is None:
             return
         state.lookup = None  # a later admission (after preemption) asks anew
+        self._ahead.on_admitted(request.request_id, restores=num_external > 0)
         if num_external == 0:
             return
         chunk, block = self._engine.chunk_tokens, self._engine.block_tokens
@@ -334,6 +339,10 @@ class SchedulerSide:
         if idle and self._awaits_answer:
             self.client.wait_news(IDLE_WAIT_S)
         self._awaits_answer = False
+        for request_id in self._ahead.answered():
+            asked = self._states[request_id]
+            hit = self._hit_tokens(asked, asked.request.num_tokens)
+            self._ahead.tell(asked.request, asked.keys, hit, self._pool)
         self._follow_blocks(output)
         if self._settings.save and self._ready():
             for request_id, num_scheduled in output.num_scheduled_tokens.items():
@@ -439,6 +448,7 @@ class SchedulerSide:
     def on_finished(self, request: Any) -> None:
         """Forget a request; chunks it filled with its last tokens are saved in the next step."""
         state = self._states.pop(request.request_id, None)
+        self._ahead.on_finished(request.request_id)
         if state is None or not self._settings.save or not self._ready():
             return
         # Only after a normal end: an aborted or failed request may hold pages that were

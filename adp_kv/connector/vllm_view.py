@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,14 @@ def hashes_repeatable() -> bool:
     seed_of = getattr(kv_cache_utils, "get_none_hash_seed", None)
     fixed = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
     return seed_of is not None and fixed is not None and seed_of() == fixed
+
+
+def locally_cached(pool: Any, hashes: Sequence[Any]) -> int:
+    """Return how many leading blocks of a prompt the GPU has: vLLM's prefix cache, looked at."""
+    look = getattr(pool, "get_cached_block", None)
+    if look is None:
+        return 0
+    return bisect_left(range(len(hashes)), 1, key=lambda i: int(not look(hashes[i], [0])))
 
 
 def hooks_will_fire(forward_context: Any) -> bool:

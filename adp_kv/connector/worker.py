@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from adp_kv import __version__
-from adp_kv.config import ConnectorSettings
+from adp_kv.config import ConnectorSettings, cache_folder
 from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata, Chunks
 from adp_kv.connector.vllm_view import EngineView, hooks_will_fire, view_caches, worker_ranks
 from adp_kv.errors import GatewayError, TransferError
@@ -150,7 +150,11 @@ class WorkerSide:
             client = RankClient(
                 hello,
                 caches,
-                open_mover(device, staging_bytes=self._settings.staging_bytes),
+                open_mover(
+                    device,
+                    staging_bytes=self._settings.staging_bytes,
+                    tuning_folder=cache_folder() if self._settings.autotune else None,
+                ),
                 scratch_address,
                 self._engine.address,
                 self._settings.gateway_timeout_s,

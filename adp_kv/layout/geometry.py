@@ -9,7 +9,7 @@ A page's address is base_address + block * block_stride_bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,6 +93,27 @@ class CacheStack:
         shapes = [(c.page_bytes, c.blocks_per_chunk, c.slice_offset) for c in caches]
         numbers = {shape: i for i, shape in enumerate(dict.fromkeys(shapes))}
         self.shape_ids = np.array([numbers[shape] for shape in shapes], dtype=np.int64)
+
+    def shares(
+        self, positions: NDArray[np.int64]
+    ) -> Iterator[tuple[NDArray[np.bool_] | None, list[tuple[int, int]]]]:
+        """Yield what of a batch can share one transfer: the objects of one shape.
+
+        Args:
+            positions: int64 [n], ascending: which cache each object belongs to.
+
+        Yields:
+            bool [n], or None for all objects; and (cache, its objects) for each cache.
+        """
+        first, last = int(positions[0]), int(positions[-1])
+        if first == last:  # a get has one cache
+            yield None, [(first, len(positions))]
+            return
+        shapes = self.shape_ids[positions]
+        for shape in np.unique(shapes):
+            mine = shapes == shape
+            numbers, counts = np.unique(positions[mine], return_counts=True)
+            yield mine, list(zip(numbers.tolist(), counts.tolist(), strict=True))
 
     def page_addresses(
         self, positions: NDArray[np.int64], blocks: NDArray[np.int64], unwanted: int

@@ -12,6 +12,7 @@ nothing.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,14 +63,16 @@ class SlotAllocator:
         """
         if not len(slots):
             return
-        ordered = np.sort(slots.astype(np.int64))
+        ordered = slots.astype(np.int64)
+        steps = np.diff(ordered)
+        if (steps < 1).any():
+            ordered.sort()
+            steps = np.diff(ordered)
         if ordered[0] < 0 or ordered[-1] >= self.num_slots:
             raise ValueError(f"slot {int(ordered[-1])} is outside 0..{self.num_slots - 1}")
-        cuts = np.flatnonzero(np.diff(ordered) != 1) + 1
-        starts = ordered[np.concatenate(([0], cuts))]
-        lengths = np.diff(np.concatenate(([0], cuts, [len(ordered)])))
-        runs = list(zip(starts.tolist(), lengths.tolist(), strict=True))
-        if (np.diff(ordered) == 0).any() or any(self._overlaps(s, n) for s, n in runs):
+        bounds = [0, *(np.flatnonzero(steps != 1) + 1).tolist(), len(ordered)]
+        runs = [(int(ordered[a]), b - a) for a, b in pairwise(bounds)]
+        if (steps == 0).any() or any(self._overlaps(s, n) for s, n in runs):
             raise ValueError("a slot was freed twice")
         for start, length in runs:
             self._give(start, length)

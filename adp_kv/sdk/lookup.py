@@ -7,6 +7,7 @@ gateway that is gone turns lookups off.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from adp_kv.sdk.loop import ChannelLoop
 from adp_kv.wire.keys import KeyArray, pack_keys
-from adp_kv.wire.messages import Hello, Lookup, LookupReply, ToRank, Welcome
+from adp_kv.wire.messages import Ahead, Forget, Hello, Lookup, LookupReply, ToRank, Welcome
 
 IDLE_S = 1.0
 
@@ -57,6 +58,7 @@ class LookupClient(ChannelLoop):
         super().__init__(hello, address, timeout_s, connect_timeout_s)
         self._tickets: dict[int, LookupTicket] = {}
         self._next_request = 1
+        self._numbers = itertools.count(1)
         self._news = threading.Event()
 
     def ask(self, chunks: KeyArray, timeout_s: float) -> LookupTicket:
@@ -65,6 +67,17 @@ class LookupClient(ChannelLoop):
         packed = pack_keys(chunks)
         self.call(lambda: self._send(ticket, packed))
         return ticket
+
+    def read_ahead(self, chunks: KeyArray) -> int:
+        """Tell the gateway what a waiting request will restore; return a number for forget()."""
+        number = next(self._numbers)
+        packed = pack_keys(chunks)
+        self.call(lambda: self.channel.send(Ahead(number, packed)))
+        return number
+
+    def forget(self, number: int) -> None:
+        """Take a read_ahead() back."""
+        self.call(lambda: self.channel.send(Forget(number)))
 
     def wait_news(self, timeout_s: float) -> None:
         """Return when an answer, the Welcome or the end has come since the last call."""

@@ -212,16 +212,13 @@ class RankClient(ChannelLoop):
                 self._count("objects_missed", int(bad.sum()))
                 job.fail(rows[bad], "objects are missing or damaged on the card")
             wanted &= ~bad
-        shapes = stack.shape_ids[positions]
-        for shape in np.unique(shapes):
-            mine = shapes == shape
-            chosen = mine & wanted
+        for mine, counts in stack.shares(positions):
+            chosen = wanted if mine is None else mine & wanted
             ticket = None
             if chosen.any():
                 ticket = self._copy(transfer, slots[chosen], positions[chosen], rows[chosen])
                 flight.tickets.append(ticket)
-            numbers, counts = np.unique(positions[mine], return_counts=True)
-            for position, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            for position, count in counts:
                 job.note_started(stack.caches[position].index, count, ticket)
 
     def _copy(

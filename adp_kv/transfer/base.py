@@ -9,7 +9,8 @@ the thread that runs the forward pass: they look at, or order, its current strea
 Ordering. A copy starts on the device only after its `after` mark. A Ticket is done
 when its bytes have arrived: for a restore in device memory, for a save in the ring.
 Slices, pages and staging of unfinished tickets must stay valid. Nothing here blocks
-the calling thread, except close(), which waits for what is in flight.
+the calling thread, except close() and a failed start, which wait for what is in flight,
+up to a deadline.
 
 Failure scope: TransferError from restore() or save() concerns that transfer; a
 device that is gone makes every later call raise.

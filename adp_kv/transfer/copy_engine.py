@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adp_kv.errors import TransferError
-from adp_kv.transfer.plan import Extents
+from adp_kv.transfer.extents import Extents
 from adp_kv.transfer.runtime import CudaRuntime
 
 _TO_DEVICE = 1

@@ -10,6 +10,7 @@ Failure scope: a transfer; a lost device fails every later call.
 from __future__ import annotations
 
 import logging
+import time
 
 import numpy as np
 import torch
@@ -24,8 +25,12 @@ from adp_kv.transfer.plan import Limits, Thresholds, check_copy, make_plan
 from adp_kv.transfer.registration import RingRegistration
 from adp_kv.transfer.runtime import load_runtime
 from adp_kv.transfer.settings import MoverSettings
+from adp_kv.transfer.tuning import tune
 
 logger = logging.getLogger(__name__)
+
+_DRAIN_S = 10.0
+"""How long transfers in flight may take to end: gigabytes, unless the device hangs."""
 
 
 class CudaTicket(Ticket):
@@ -67,9 +72,14 @@ class CudaMover(Mover):
         self._engine = engine
         self._ring = ring
         self._settings = settings
+        self._thresholds = (settings.restore, settings.save)
         self._restores = RestorePipe(device, engine, settings)
         self._saves = SavePipe(device, engine, settings)
         self._is_closed = False
+
+    def use(self, restore: Thresholds, save: Thresholds) -> None:
+        """Choose ways by other thresholds from the next transfer on."""
+        self._thresholds = (restore, save)
 
     @override
     def register_ring(self, address: int, num_bytes: int) -> None:
@@ -78,25 +88,37 @@ class CudaMover(Mover):
             self._device.bind()
             self._ring.register(address, num_bytes)
 
+    def release_ring(self) -> None:
+        """Wait for transfers in flight and unregister the ring; another may follow.
+
+        Raises:
+            TransferError: They did not end in time; the ring stays registered.
+        """
+        if not self._drain():
+            raise TransferError(f"transfers did not end within {_DRAIN_S:g} s")
+        self._ring.unregister()
+
     @override
     def mark(self) -> Mark:
         return self._device.record(self._device.current_stream())
 
     @override
     def restore(self, copy: SliceCopy, after: Mark | None) -> Ticket:
-        return self._start(self._restores, self._settings.restore, copy, after)
+        return self._start(self._restores, self._thresholds[0], copy, after)
 
     @override
     def save(self, copy: SliceCopy, after: Mark | None) -> Ticket:
-        return self._start(self._saves, self._settings.save, copy, after)
+        return self._start(self._saves, self._thresholds[1], copy, after)
 
     @override
     def close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        self._drain()
-        self._ring.unregister()
+        try:
+            self.release_ring()
+        except TransferError as error:  # what the device may still use stays as it is
+            logger.error("the ring stays registered: %s", error)  # noqa: TRY400
 
     def _start(
         self, pipe: Pipe, thresholds: Thresholds, copy: SliceCopy, after: Mark | None
@@ -109,6 +131,7 @@ class CudaMover(Mover):
         limits = Limits(
             borders=self._ring.borders,
             staging_bytes=pipe.buffer_bytes,
+            direct_bytes=self._settings.direct_bytes,
             max_pages=self._settings.max_pages,
             has_batch=self._engine.has_batch,
         )
@@ -120,7 +143,7 @@ class CudaMover(Mover):
         except (TransferError, RuntimeError) as error:
             # What was queued still reads and writes the caller's memory: the one wait
             # outside close(), since the caller will use that memory again.
-            self._drain()
+            self._is_closed = not self._drain()
             raise TransferError(
                 f"a transfer of {copy.total_bytes} bytes failed: {error}"
             ) from error
@@ -137,14 +160,16 @@ class CudaMover(Mover):
             if not self._ring.covers(first, last + copy.slice_bytes):
                 raise TransferError("slices lie outside the registered ring")
 
-    def _drain(self) -> None:
+    def _drain(self) -> bool:
+        """Wait; return whether nothing that was queued can run any more."""
+        deadline = time.monotonic() + _DRAIN_S
         try:
             with self._device.capture_safe():
                 self._device.bind()
-                self._restores.drain()
-                self._saves.drain()
+                return self._restores.drain(deadline) and self._saves.drain(deadline)
         except RuntimeError:
             logger.exception("the device failed while its transfers were awaited")
+            return True
 
 
 def open_cuda_mover(device: torch.device, settings: MoverSettings) -> CudaMover:
@@ -165,9 +190,12 @@ def open_cuda_mover(device: torch.device, settings: MoverSettings) -> CudaMover:
             piece_bytes=settings.register_piece_bytes,
             num_threads=settings.register_threads,
         )
-        return CudaMover(api, engine, ring, settings)
+        mover = CudaMover(api, engine, ring, settings)
     except (OSError, RuntimeError) as error:
         raise TransferError(f"{device} can't be used for transfers: {error}") from error
+    if settings.tuning_folder is not None:
+        tune(mover, api, settings.tuning_folder, has_batch=engine.has_batch)
+    return mover
 
 
 def _probe_batch(api: TorchDevice) -> BatchCopy | None:

@@ -45,6 +45,13 @@ class TorchDevice:
         finally:
             self._exchange(ctypes.byref(mode))
 
+    def machine(self) -> str:
+        """Return what a measurement holds for: the device, its driver, torch's CUDA."""
+        found = torch.cuda.get_device_properties(self.index)
+        driver = ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(driver))
+        return f"{found.name}, {found.uuid}, driver {driver.value}, CUDA {torch.version.cuda}"
+
     def stream(self, priority: int) -> torch.cuda.Stream:
         """Return a new stream; a lower priority runs first."""
         return torch.cuda.Stream(self._device, priority)

@@ -1,8 +1,10 @@
 """The two pipelines: a direction's streams, staging buffers and address tables.
 
-    table stream    address tables, once for many pieces, ahead of the bytes
-    restore         copy stream: ring → buffer            kernel stream: buffer or ring → pages
-    save            kernel stream: pages → buffer or ring     copy stream: buffer → ring
+    table stream    address tables, ahead of the bytes
+    restore         copy stream: ring → buffer or pages    kernel stream: buffer → pages
+    save            kernel stream: pages → buffer          copy stream: buffer or pages → ring
+    direct streams  a kernel between ring and pages
+    end stream      nothing but the end of each transfer
 
 Kernels that use the ring take turns on two streams: while the last programs of one wait
 for the link, the next already runs. The copy streams carry nothing but the bytes: a
@@ -15,9 +17,10 @@ the transfer's memory is used again.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -39,6 +42,7 @@ _BUFFER_ALIGN = 256
 _WORD_BYTES = 8
 _URGENT = -1
 _NUM_TABLES = 4
+_POLL_S = 0.0002
 
 Addrs: TypeAlias = NDArray[np.int64]
 Launch: TypeAlias = Callable[[int], None]
@@ -70,8 +74,9 @@ class Pipe(ABC):
         self._settings = settings
         self._copy_stream = device.stream(0)
         self._kernel_stream = device.stream(_URGENT)
-        self._direct_streams = deque((self._kernel_stream, device.stream(_URGENT)))
+        self._direct_streams = deque((device.stream(_URGENT), device.stream(_URGENT)))
         self._table_stream = device.stream(_URGENT)
+        self._end_stream = device.stream(_URGENT)
         self._pool = TablePool(device, settings.max_pages)
         num = settings.staging_buffers
         self.buffer_bytes = settings.staging_bytes // num // _BUFFER_ALIGN * _BUFFER_ALIGN
@@ -85,45 +90,36 @@ class Pipe(ABC):
 
     def start(self, plan: Plan, after: torch.cuda.Event | None) -> torch.cuda.Event:
         """Queue a transfer; return the event that ends it."""
+        streams = (self._copy_stream, self._kernel_stream, *self._direct_streams)
         if after is not None:
-            for stream in (self._copy_stream, *self._direct_streams):
+            for stream in streams:
                 stream.wait_event(after)
-        groups = _groups(plan, self._settings.max_pages)
-        way = plan.pieces[0].way
-        if way is Way.DIRECT:
-            self._direct_streams.rotate()
-            for group in groups:
-                self._move_group(plan, group, self._direct_streams[0])
-            return self._device.record(self._direct_streams[0])
-        for group in groups:
-            if way is Way.STAGED:
-                self._move_group(plan, group, self._kernel_stream)
-            else:
-                for piece in group:
-                    self._copy(piece, 0)
-        first, last = self._order()
-        last.wait_event(self._device.record(first))
-        return self._device.record(last)
+        for group in _groups(plan, self._settings.max_pages):
+            match group[0].way:
+                case Way.DIRECT:
+                    self._direct_streams.rotate()
+                    self._move_group(plan, group, self._direct_streams[0])
+                case Way.STAGED:
+                    self._move_group(plan, group, self._kernel_stream)
+                case Way.BATCH:
+                    self._copy(group[0], 0)
+        for stream in streams:
+            self._end_stream.wait_event(self._device.record(stream))
+        return self._device.record(self._end_stream)
 
     def _move_group(self, plan: Plan, group: list[Piece], stream: torch.cuda.Stream) -> None:
         """Queue pieces that a kernel takes part in on a stream, with one table for all."""
         lanes = [self._next_lane() if piece.way is Way.STAGED else None for piece in group]
-        near = np.concatenate(
-            [
-                _near_addresses(plan, piece, 0 if lane is None else lane.addr)
-                for piece, lane in zip(group, lanes, strict=True)
-            ]
-        )
-        pages = plan.page_addrs[group[0].first_page : group[-1].first_page + group[-1].num_pages]
+        near = _joined([_near_addresses(plan, *both) for both in zip(group, lanes, strict=True)])
+        pages = _joined([piece.page_addrs for piece in group])
         table = self._tables[0]
         self._tables.rotate(-1)
         sources, targets = self._upload(table, stream, *self._from_to(near, pages))
         align = common_alignment(plan.page_bytes, near, pages)
+        first = 0
         for piece, lane in zip(group, lanes, strict=True):
-            there = slice(
-                piece.first_page - group[0].first_page,
-                piece.first_page - group[0].first_page + piece.num_pages,
-            )
+            there = slice(first, first + piece.num_pages)
+            first = there.stop
             launch = partial(
                 self._launch, stream, sources[there], targets[there], plan.page_bytes, align
             )
@@ -172,16 +168,19 @@ class Pipe(ABC):
         self._lanes.rotate(-1)
         return lane
 
-    def drain(self) -> None:
-        """Block until everything that was queued has ended."""
-        self._table_stream.synchronize()
-        self._copy_stream.synchronize()
-        for stream in self._direct_streams:
-            stream.synchronize()
+    def drain(self, deadline: float) -> bool:
+        """Wait until everything that was queued has ended; return False at the deadline.
 
-    @abstractmethod
-    def _order(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Return the streams in the order in which bytes pass them."""
+        Args:
+            deadline: of time.monotonic(); a device that hangs would never let go.
+        """
+        streams = (self._table_stream, self._copy_stream, self._kernel_stream)
+        ends = [self._device.record(stream) for stream in (*streams, *self._direct_streams)]
+        while not all(end.query() for end in ends):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     @abstractmethod
     def _from_to(self, near: Addrs, pages: Addrs) -> tuple[Addrs, Addrs]:
@@ -198,10 +197,6 @@ class Pipe(ABC):
 
 class RestorePipe(Pipe):
     """Ring → pages."""
-
-    @override
-    def _order(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        return self._copy_stream, self._kernel_stream
 
     @override
     def _from_to(self, near: Addrs, pages: Addrs) -> tuple[Addrs, Addrs]:
@@ -230,10 +225,6 @@ class SavePipe(Pipe):
     """Pages → ring."""
 
     @override
-    def _order(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        return self._kernel_stream, self._copy_stream
-
-    @override
     def _from_to(self, near: Addrs, pages: Addrs) -> tuple[Addrs, Addrs]:
         return pages, near
 
@@ -256,21 +247,30 @@ class SavePipe(Pipe):
         lane.free = self._device.record(self._copy_stream)
 
 
-def _groups(plan: Plan, max_pages: int) -> list[list[Piece]]:
-    """Return consecutive pieces together whose pages fit one table."""
-    groups: list[list[Piece]] = []
-    room = 0
-    for piece in plan.pieces:
-        if not groups or piece.num_pages > room:
-            groups.append([])
-            room = max_pages
-        groups[-1].append(piece)
-        room -= piece.num_pages
-    return groups
+def _groups(plan: Plan, max_pages: int) -> Iterator[list[Piece]]:
+    """Yield the pieces that share an address table, as soon as they are planned.
+
+    Staged pieces do, whatever fits; but the first has its own, so that its bytes move soon.
+    """
+    group: list[Piece] = []
+    for first, piece in enumerate(plan.pieces()):
+        shared = first > 1 and piece.way is Way.STAGED and group[-1].way is Way.STAGED
+        if not shared or sum(part.num_pages for part in group) + piece.num_pages > max_pages:
+            if group:
+                yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group
 
 
-def _near_addresses(plan: Plan, piece: Piece, staging_addr: int) -> Addrs:
+def _joined(parts: list[Addrs]) -> Addrs:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _near_addresses(plan: Plan, piece: Piece, lane: _Lane | None) -> Addrs:
     """Return where a piece's pages lie on the near side: in staging, or in the ring."""
-    if piece.way is Way.DIRECT:
-        return plan.host_addrs[piece.first_page : piece.first_page + piece.num_pages]
-    return staging_addr + np.arange(piece.num_pages, dtype=np.int64) * plan.page_bytes
+    if lane is None:
+        assert piece.host_addrs is not None
+        return piece.host_addrs
+    return lane.addr + np.arange(piece.num_pages, dtype=np.int64) * plan.page_bytes

@@ -1,5 +1,7 @@
 """Choose how a transfer moves and cut it into pieces; pure numpy.
 
+A piece is planned while the ones before it move, so that little is done before the first byte.
+
 Slices are taken in the order in which they come: the gateway hands out slots in ascending
 runs, and sorting thousands of scattered ones would take as long as moving them. A piece
 is a range of pages in that order:
@@ -14,19 +16,22 @@ refuses such a copy. The kernel may cross them. Failure scope: one transfer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import cycle, repeat
 
 import numpy as np
-from numpy.typing import NDArray
 
 from adp_kv.errors import TransferError
 from adp_kv.transfer.base import SliceCopy
+from adp_kv.transfer.extents import Addrs, Extents, cut_at_borders, rows_apart, staged_extents
 from adp_kv.units import KiB, MiB
 
-Addrs = NDArray[np.int64]
 NEVER = 1 << 62
 """A threshold that no transfer reaches."""
+_SEEN = 4096
+"""Slices that the choice looks at: all of them would take as long as moving 8 MiB."""
 
 
 class Way(Enum):
@@ -52,6 +57,9 @@ class Thresholds:
             busy (1 MiB 0.86 a call each, 64 KiB 0.28).
         strided: smallest slice whose strided run moves by 2-D copies.
         batch: smallest copy worth an entry of a batched call.
+        beside_strided, beside_batch: smallest slice of a strided run, smallest page, of
+            which the copy engine moves a part while a kernel moves the rest.
+        beside: that part, below 1.
         force: use this way wherever it is possible, whatever the sizes are.
     """
 
@@ -59,15 +67,23 @@ class Thresholds:
     extent: int
     strided: int
     batch: int
+    beside_strided: int = NEVER
+    beside_batch: int = NEVER
+    beside: float = 0.25
     force: Way | None = None
 
 
 RESTORE = Thresholds(staged=2 * MiB, extent=MiB, strided=64 * KiB, batch=64 * KiB)
-"""Ring to device. 2-D copies 0.95 from 72 KiB on, 0.83 at 32 and 0.57 at 16 KiB, batches 0.94 from
-64 KiB on and 0.67 at 32 KiB, against 0.92 for the kernel at any size."""
-SAVE = Thresholds(staged=2 * MiB, extent=MiB, strided=NEVER, batch=MiB)
-"""Device to ring. The kernel reaches 0.945 at any size; behind a gather, 2-D copies reach
-0.85 to 0.94 and contiguous ones 0.96; batches 0.96 at 1 MiB and 0.90 at 128 KiB."""
+"""Ring to device. 2-D copies 0.95 from 64 KiB on, 0.86 at 32 and 0.60 at 16 KiB, batches 0.97
+from 72 KiB on and 0.69 at 32 KiB, against 0.917 for any kernel at any size, which copies
+beside it do not raise."""
+SAVE = Thresholds(
+    staged=2 * MiB, extent=MiB, strided=NEVER, batch=MiB,
+    beside_strided=8 * KiB, beside_batch=64 * KiB, beside=0.25,
+)  # fmt: skip
+"""Device to ring. A kernel alone reaches 0.94 at any size, with a quarter of the bytes moved by
+copies beside it 0.95; behind a gather, 2-D copies alone reach 0.59 to 0.91 and contiguous
+ones 0.96; batches 0.96 at 1 MiB and 0.90 at 128 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,62 +94,121 @@ class Limits:
         borders: int64, sorted addresses at which one registration of the ring ends and
             the next begins.
         staging_bytes: bytes of one staging buffer, the most one piece may stage.
+        direct_bytes: bytes of a piece that a kernel moves between ring and pages.
         max_pages: most pages of a piece (its address table has that many rows).
         has_batch: whether batched copies are one call.
     """
 
     borders: Addrs
     staging_bytes: int
+    direct_bytes: int
     max_pages: int
     has_batch: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Extents:
-    """Copies of a piece: row r of copy i lies at host_addrs[i] + r * pitches[i].
-
-    On the device its rows follow each other from offsets[i] on: an offset in the
-    staging buffer if the piece is STAGED, the address of a page if it is BATCH.
-    """
-
-    host_addrs: Addrs
-    pitches: Addrs
-    widths: Addrs
-    rows: Addrs
-    offsets: Addrs
-
-
-@dataclass(frozen=True, slots=True)
 class Piece:
-    """Pages [first_page, first_page + num_pages) of a plan; extents unless DIRECT."""
+    """Pages that follow each other in a transfer and move the same way.
+
+    Attributes:
+        way: how they move.
+        first_page: number of the first in the transfer.
+        page_addrs: int64 [n], where each page lies on the device.
+        host_addrs: int64 [n], where each lies in the ring; None unless DIRECT.
+        extents: the copies of the copy engine; None if DIRECT.
+    """
 
     way: Way
     first_page: int
-    num_pages: int
+    page_addrs: Addrs
+    host_addrs: Addrs | None
     extents: Extents | None
 
+    @property
+    def num_pages(self) -> int:
+        """Pages of the piece."""
+        return int(self.page_addrs.size)
 
-@dataclass(frozen=True, slots=True)
+
 class Plan:
-    """A transfer cut into pieces.
+    """A transfer, cut into pieces one after the other while the ones before move."""
 
-    Attributes:
-        host_addrs: int64 [num_pages], address of each page in the ring.
-        page_addrs: int64 [num_pages], address of the same page on the device.
-        page_bytes: bytes of every page.
-        pieces: cover every page once, in order.
-    """
+    def __init__(self, copy: SliceCopy, limits: Limits, thresholds: Thresholds) -> None:
+        self.page_bytes = copy.page_bytes
+        self._copy = copy
+        self._limits = limits
+        self._per_slice: int = copy.page_addrs.shape[1]
+        self._num_pages: int = copy.page_addrs.size
+        self._pages = np.ascontiguousarray(copy.page_addrs).reshape(-1)
+        shape = _shape(copy, thresholds)
+        self._step = shape.step
+        self._way = _choose(copy, shape, limits, thresholds)
+        self._beside = _choose_beside(copy, shape, limits, thresholds)
+        self._share = thresholds.beside
 
-    host_addrs: Addrs
-    page_addrs: Addrs
-    page_bytes: int
-    pieces: tuple[Piece, ...]
+    def pieces(self) -> Iterator[Piece]:
+        """Yield pieces that cover every page once, in order."""
+        first = 0
+        sizes = self._sizes()
+        while first < self._num_pages:
+            way, num_bytes = next(sizes)
+            most = max(1, min(num_bytes // self.page_bytes, self._limits.max_pages))
+            num_pages = self._whole_slices(first, most)
+            yield self._piece(way, first, num_pages)
+            first += num_pages
+
+    def _sizes(self) -> Iterator[tuple[Way, int]]:
+        """Yield the ways of successive pieces and their bytes."""
+        direct = self._limits.direct_bytes
+        if self._way is not Way.DIRECT:
+            most = NEVER if self._way is Way.BATCH else self._limits.staging_bytes
+            yield from repeat((self._way, most))
+        if self._copy.total_bytes > direct:  # the first table is short, so that bytes move soon
+            yield Way.DIRECT, direct // 4
+        if self._beside is None:
+            yield from repeat((Way.DIRECT, direct))
+        else:
+            beside = int(direct * self._share / (1 - self._share))
+            if self._beside is Way.STAGED:
+                beside = min(beside, self._limits.staging_bytes)
+            yield from cycle([(self._beside, beside), (Way.DIRECT, direct)])
+
+    def _whole_slices(self, first: int, most: int) -> int:
+        """Return the pages of a piece: whole slices, or a part of one."""
+        inside = first % self._per_slice
+        if inside or most < self._per_slice:
+            return min(most, self._per_slice - inside)
+        return min(most // self._per_slice * self._per_slice, self._num_pages - first)
+
+    def _piece(self, way: Way, first: int, num_pages: int) -> Piece:
+        pages = self._pages[first : first + num_pages]
+        if way is Way.STAGED:
+            extents = staged_extents(self._copy, first, num_pages, self._step)
+            extents = cut_at_borders(extents, self._limits.borders)
+            return Piece(way, first, pages, None, extents)
+        hosts = self._hosts(first, num_pages)
+        if way is Way.DIRECT:
+            return Piece(way, first, pages, hosts, None)
+        extents = cut_at_borders(rows_apart(hosts, self.page_bytes, pages), self._limits.borders)
+        return Piece(way, first, pages, None, extents)
+
+    def _hosts(self, first: int, num_pages: int) -> Addrs:
+        """Return where pages lie in the ring."""
+        row, inside = divmod(first, self._per_slice)
+        end = -(-(first + num_pages) // self._per_slice)
+        slices = self._copy.slice_addrs[row:end]
+        hosts = host_page_addrs(slices, self._per_slice, self.page_bytes)
+        return hosts[inside : inside + num_pages]
 
 
 def host_page_addrs(slice_addrs: Addrs, pages_per_slice: int, page_bytes: int) -> Addrs:
     """Return int64 [num_slices * pages_per_slice], where each page lies in the ring."""
+    if pages_per_slice == 1:
+        return slice_addrs
+    hosts = np.empty((pages_per_slice, slice_addrs.size), dtype=np.int64)
     inside = np.arange(pages_per_slice, dtype=np.int64) * page_bytes
-    return (slice_addrs[:, None] + inside).reshape(-1)
+    np.add(slice_addrs, inside[:, None], out=hosts)
+    return np.ascontiguousarray(hosts.T).reshape(-1)
 
 
 def check_copy(copy: SliceCopy) -> None:
@@ -160,150 +235,62 @@ def make_plan(copy: SliceCopy, limits: Limits, thresholds: Thresholds) -> Plan:
         TransferError: The tables of the transfer do not fit each other.
     """
     check_copy(copy)
-    slices, pages = copy.slice_addrs, copy.page_addrs
-    page_bytes = copy.page_bytes
-    hosts = host_page_addrs(slices, pages.shape[1], page_bytes)
-    flat = np.ascontiguousarray(pages).reshape(-1)
-    if not flat.size:
-        return Plan(hosts, flat, page_bytes, ())
-    way, step = _choose(copy, slices, limits, thresholds)
-    most = limits.max_pages
-    if way is Way.STAGED:
-        most = min(most, limits.staging_bytes // page_bytes)
-    pieces = []
-    for first, num_pages in _ranges(slices.size, pages.shape[1], most):
-        extents = None
-        if way is Way.BATCH:
-            there = slice(first, first + num_pages)
-            extents = _rows_apart(hosts[there], page_bytes, flat[there])
-        elif way is Way.STAGED:
-            extents = _staged_extents(slices, copy, first, num_pages, step)
-        if extents is not None:
-            extents = _cut_at_borders(extents, limits.borders)
-        pieces.append(Piece(way, first, num_pages, extents))
-    return Plan(hosts, flat, page_bytes, tuple(pieces))
+    return Plan(copy, limits, thresholds)
 
 
-def _choose(
-    copy: SliceCopy, slices: Addrs, limits: Limits, thresholds: Thresholds
-) -> tuple[Way, int]:
-    """Return the way, and the distance of slices that share a staged copy."""
-    gaps = np.diff(slices)
-    slice_bytes, page_bytes, total = copy.slice_bytes, copy.page_bytes, copy.total_bytes
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How slices lie in the ring.
+
+    Attributes:
+        is_run: copies of whole runs keep the link busy.
+        step: distance of slices that share a copy.
+        is_strided: so do 2-D copies, of rows so far apart.
+        mean_1d: mean bytes of a run.
+    """
+
+    is_run: bool
+    is_strided: bool
+    step: int
+    mean_1d: int
+
+
+def _shape(copy: SliceCopy, thresholds: Thresholds) -> _Shape:
+    """Look at the first slices; at all of them would take longer than bytes should wait."""
+    seen, slice_bytes = copy.slice_addrs[:_SEEN], copy.slice_bytes
+    gaps = np.diff(seen)
     wide = gaps[gaps > slice_bytes]
     step = int(wide.min()) if wide.size else slice_bytes
-    mean_1d = total // (1 + int(np.count_nonzero(gaps != slice_bytes)))
-    mean_2d = total // (1 + int(np.count_nonzero(gaps != step)))
-    is_run = mean_1d >= max(thresholds.extent, 2 * page_bytes)
+    seen_bytes = seen.size * slice_bytes
+    mean_1d = seen_bytes // (1 + int(np.count_nonzero(gaps != slice_bytes)))
+    mean_2d = seen_bytes // (1 + int(np.count_nonzero(gaps != step)))
+    is_run = mean_1d >= max(thresholds.extent, 2 * copy.page_bytes)
     is_strided = not is_run and mean_2d >= max(thresholds.extent, 4 * slice_bytes)
-    if not is_strided:
-        step = slice_bytes
-    fits = page_bytes <= limits.staging_bytes
+    return _Shape(is_run, is_strided, step if is_strided else slice_bytes, mean_1d)
+
+
+def _choose(copy: SliceCopy, shape: _Shape, limits: Limits, thresholds: Thresholds) -> Way:
+    """Return the way of a transfer; if DIRECT, the copy engine may still help."""
+    fits = copy.page_bytes <= limits.staging_bytes
     if thresholds.force is not None:
         possible = fits or thresholds.force is not Way.STAGED
-        return (thresholds.force if possible else Way.DIRECT), step
-    staged = is_run or (is_strided and slice_bytes >= thresholds.strided)
-    if fits and staged and total >= thresholds.staged:
-        return Way.STAGED, step
-    if limits.has_batch and page_bytes >= thresholds.batch:
-        return Way.BATCH, slice_bytes
-    worth = limits.has_batch and mean_1d >= thresholds.batch and total >= thresholds.staged
-    return (Way.STAGED if fits and worth else Way.DIRECT), slice_bytes
+        return thresholds.force if possible else Way.DIRECT
+    large = fits and copy.total_bytes >= thresholds.staged
+    strided = shape.is_strided and copy.slice_bytes >= thresholds.strided
+    if large and (shape.is_run or strided):
+        return Way.STAGED
+    if limits.has_batch and copy.page_bytes >= thresholds.batch:
+        return Way.BATCH
+    worth = limits.has_batch and shape.mean_1d >= thresholds.batch
+    return Way.STAGED if large and worth else Way.DIRECT
 
 
-def _ranges(num_slices: int, pages_per_slice: int, most: int) -> list[tuple[int, int]]:
-    """Return ranges of at most `most` pages: whole slices, or parts of one slice."""
-    num_pages = num_slices * pages_per_slice
-    if pages_per_slice <= most:
-        step = most // pages_per_slice * pages_per_slice
-        return [(first, min(step, num_pages - first)) for first in range(0, num_pages, step)]
-    return [
-        (start + first, min(most, pages_per_slice - first))
-        for start in range(0, num_pages, pages_per_slice)
-        for first in range(0, pages_per_slice, most)
-    ]
-
-
-def _rows_apart(host_addrs: Addrs, width: int, offsets: Addrs) -> Extents:
-    """Return one copy for each row."""
-    widths = np.full(host_addrs.size, width, dtype=np.int64)
-    return Extents(host_addrs, widths, widths, np.ones_like(widths), offsets)
-
-
-def _staged_extents(
-    slices: Addrs, copy: SliceCopy, first: int, num_pages: int, step: int
-) -> Extents:
-    """Return the copies between the ring and a staging buffer for a range of pages."""
-    per_slice = copy.page_addrs.shape[1]
-    row = first // per_slice
-    if num_pages < per_slice:  # a part of one slice
-        inside = first % per_slice * copy.page_bytes
-        start = np.zeros(1, dtype=np.int64)
-        return _rows_apart(slices[row : row + 1] + inside, num_pages * copy.page_bytes, start)
-    rows = slices[row : row + num_pages // per_slice]
-    width = copy.slice_bytes
-    breaks = (rows[1:] - rows[:-1] != step).nonzero()[0]
-    if not breaks.size:  # most pieces: one copy
-        if step == width:
-            return _one_copy(rows[0], rows.size * width, rows.size * width, 1)
-        return _one_copy(rows[0], step, width, rows.size)
-    starts = np.concatenate(([0], breaks + 1))
-    counts = np.diff(np.append(starts, rows.size))
-    offsets = starts * width
-    if step == width:
-        widths = counts * width
-        return Extents(rows[starts], widths, widths, np.ones_like(widths), offsets)
-    same = np.ones_like(counts)
-    return Extents(rows[starts], same * step, same * width, counts, offsets)
-
-
-def _one_copy(addr: np.int64, pitch: int, width: int, num_rows: int) -> Extents:
-    """Return a single copy to the start of the staging buffer."""
-    columns = np.array([[addr], [pitch], [width], [num_rows], [0]], dtype=np.int64)
-    return Extents(*columns)
-
-
-def _cut_at_borders(extents: Extents, borders: Addrs) -> Extents:
-    """Return the same copies, none of which crosses a border."""
-    if not borders.size:
-        return extents
-    ends = extents.host_addrs + (extents.rows - 1) * extents.pitches + extents.widths
-    crossing = np.searchsorted(borders, extents.host_addrs, side="right") < np.searchsorted(
-        borders, ends, side="left"
-    )
-    if not crossing.any():
-        return extents
-    columns = np.stack(
-        [extents.host_addrs, extents.pitches, extents.widths, extents.rows, extents.offsets], axis=1
-    )
-    cut = [
-        part
-        for addr, pitch, width, rows, offset in columns[crossing].tolist()
-        for part in _cut_one(addr, pitch, width, rows, offset, borders)
-    ]
-    columns = np.concatenate([columns[~crossing], np.array(cut, dtype=np.int64)])
-    return Extents(*columns.T.copy())
-
-
-def _cut_one(
-    addr: int, pitch: int, width: int, rows: int, offset: int, borders: Addrs
-) -> list[tuple[int, int, int, int, int]]:
-    """Return the parts of one copy between borders."""
-    inside = borders[(borders > addr) & (borders < addr + (rows - 1) * pitch + width)]
-    if not inside.size:
-        return [(addr, pitch, width, rows, offset)]
-    border = int(inside[0])
-    parts = []
-    before = max(0, (border - addr - width) // pitch + 1)  # rows that end before the border
-    if before:
-        parts.append((addr, pitch, width, before, offset))
-        addr, offset, rows = addr + before * pitch, offset + before * width, rows - before
-    if addr < border:  # this row lies across it
-        head = border - addr
-        parts.append((addr, head, head, 1, offset))
-        tail = width - head
-        parts += _cut_one(border, tail, tail, 1, offset + head, borders)
-        addr, offset, rows = addr + pitch, offset + width, rows - 1
-    if rows:
-        parts += _cut_one(addr, pitch, width, rows, offset, borders)
-    return parts
+def _choose_beside(
+    copy: SliceCopy, shape: _Shape, limits: Limits, thresholds: Thresholds
+) -> Way | None:
+    """Return how the copy engine helps a DIRECT transfer; None: it does not."""
+    if thresholds.force is not None or copy.total_bytes <= limits.direct_bytes:
+        return None
+    if shape.is_strided and copy.slice_bytes >= thresholds.beside_strided:
+        return Way.STAGED if copy.page_bytes <= limits.staging_bytes else None
+    return Way.BATCH if limits.has_batch and copy.page_bytes >= thresholds.beside_batch else None

@@ -90,8 +90,18 @@ def fragment_keys(
     Returns:
         uint64 [m, 2].
     """
-    table = _salts("fragment", range(int(fragment_idx.max()) + 1))
+    table = _fragment_salts(int(fragment_idx.max()) + 1)
     return objects[object_idx] ^ table[fragment_idx]
+
+
+@lru_cache(maxsize=1024)
+def _fragment_salts(count: int) -> KeyArray:
+    return _salts("fragment", range(count))
+
+
+def whole_keys(objects: KeyArray) -> KeyArray:
+    """Return the keys of objects that are one fragment each: uint64 [n, 2]."""
+    return objects ^ _fragment_salts(1)
 
 
 def commit_keys(chunks: KeyArray) -> KeyArray:

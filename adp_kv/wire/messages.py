@@ -6,6 +6,7 @@
     Attached                    ─────►  (all attached: the ring's name goes)
     Lookup (scheduler side)     ─────►
                                 ◄────── LookupReply
+    Ahead, Forget (scheduler side) ──►  (may read it before a Get asks; may not)
     Get (one a layer and rank)  ─────►  (all ranks: run once)
                                 ◄────── Granted, once a batch of objects is in its slots
     Release                     ─────►  (all ranks: slots are free again)
@@ -26,7 +27,7 @@ from typing import TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 DEFAULT_PORT = 5557
 NO_SLOT = 0xFFFFFFFF
 """In Granted.slots of a put: nothing to fill, the object is stored or not wanted."""
@@ -126,6 +127,24 @@ class LookupReply(_Message, frozen=True, tag="lookup_reply"):
 
     request: int
     stored: bytes
+
+
+class Ahead(_Message, frozen=True, tag="ahead"):
+    """A request that still waits in the engine's queue will restore these chunks.
+
+    Attributes:
+        request: a number of the scheduler side's, unique among its unfinished ones.
+        chunks: packed chunk keys, in the order in which a Get will name them.
+    """
+
+    request: int
+    chunks: bytes
+
+
+class Forget(_Message, frozen=True, tag="forget"):
+    """The request of an Ahead restores nothing any more."""
+
+    request: int
 
 
 class Inspect(_Message, frozen=True, tag="inspect"):
@@ -233,7 +252,19 @@ class StatsReply(_Message, frozen=True, tag="stats_reply"):
 
 
 ToGateway: TypeAlias = (
-    Hello | Attached | Lookup | Inspect | Get | Put | Release | Ping | Pong | Goodbye | StatsRequest
+    Hello
+    | Attached
+    | Lookup
+    | Inspect
+    | Ahead
+    | Forget
+    | Get
+    | Put
+    | Release
+    | Ping
+    | Pong
+    | Goodbye
+    | StatsRequest
 )
 ToRank: TypeAlias = (
     Welcome | Refused | LookupReply | Granted | Failed | Ping | Pong | Goodbye | StatsReply

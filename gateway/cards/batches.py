@@ -90,7 +90,12 @@ def _has_twin(databases: NDArray[np.uint16], keys: KeyArray) -> bool:
 def by_database(databases: NDArray[np.uint16], rows: Rows) -> Iterator[tuple[int, Rows]]:
     """Yield each database and those of `rows` that belong to it."""
     mine = databases[rows]
-    for database in np.unique(mine).tolist():
+    if not mine.size:
+        return
+    if (mine == mine[0]).all():  # and most of the time there is only one
+        yield int(mine[0]), rows
+        return
+    for database in np.flatnonzero(np.bincount(mine)).tolist():
         yield database, rows[mine == database]
 
 

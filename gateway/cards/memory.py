@@ -1,15 +1,18 @@
 """The reference card: the contract of `gateway.cards.base` in RAM.
 
-Values live in one anonymous mapping of fixed slots. A batch is cut into one share a copy
-thread; a share looks its keys up at once, pins what it found, and copies value by value
-with the GIL released. Values that are neighbours in the slab and in the caller's memory
-(written and read in one order, of a length that is the stride) are copied in one go, so
-that many threads run at memory speed; scattered small ones pay about 1 µs of GIL each.
+    submit ─► planner: look up, pin or allocate ─► shares ─► copiers ─► the last one: answer
+
+Values live in one anonymous mapping of fixed slots. A batch is planned as a whole, so that
+its arrays cost the interpreter once, and cut into one share of about equal bytes a copier.
+Values that are neighbours in the card's and in the caller's memory (written and read in
+one order, of a length that is the stride) are copied in one call that holds no GIL:
+copiers then run at memory speed; scattered values pay about 1 µs of GIL each.
 The oracle of the contract's tests, and the store under benchmarks of what is above.
 
-Threads. `copy_threads` of its own; a database's table has its lock.
+Threads. One planner, which runs batches in the order of submit(), and `copy_threads`
+copiers; a database's table has its lock.
 Durability. None: values end with the process.
-Failure scope. Entries; a share that breaks is IO_ERROR.
+Failure scope. Entries; a batch whose plan or copy breaks is IO_ERROR where it was not done.
 """
 
 from __future__ import annotations
@@ -17,10 +20,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import logging
 import mmap
+import os
 import threading
-from typing import Final
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -28,8 +35,8 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from adp_kv.errors import CardError, ConfigError
-from adp_kv.units import KiB, align_up
-from gateway.cards.base import Batch, Card, CardLimits, OnDone, Op, Status, StatusArray
+from adp_kv.units import KiB, MiB, align_up
+from gateway.cards.base import Batch, Card, CardLimits, OnDone, Op, Status
 from gateway.cards.batches import (
     PendingBatch,
     Rows,
@@ -47,6 +54,8 @@ _MAX_VALUE_BYTES: Final = 1 << 31
 _STRIDE_ALIGNMENT: Final = 64  # cache line
 _CLOSE_TIMEOUT_S: Final = 30.0
 _MADV_POPULATE_WRITE: Final = 23  # not in Python's mmap yet
+_MIN_SHARE_BYTES: Final = 1 * MiB  # less is not worth waking another thread
+_MAX_COPY_THREADS: Final = 8
 
 _memmove: Final = ctypes.CDLL(None).memmove
 _memmove.restype = None
@@ -60,7 +69,7 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         capacity_bytes: memory for values, all databases together.
         max_value_bytes: the longest value; every value takes this much.
         num_databases: independent key spaces; they share the capacity evenly.
-        copy_threads: threads that copy.
+        copy_threads: threads that copy; 0: half of the cores, at most 8.
         verify: check a checksum on every read, as a card on a device does.
         prefault: touch all memory in open(), so that first writes run at full speed.
     """
@@ -68,7 +77,7 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     capacity_bytes: int
     max_value_bytes: int = 256 * KiB
     num_databases: int = 1
-    copy_threads: int = 2
+    copy_threads: int = 0
     verify: bool = False
     prefault: bool = False
 
@@ -79,8 +88,8 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(
                 f"max_value_bytes: {self.max_value_bytes} is not in 1..{_MAX_VALUE_BYTES}"
             )
-        if self.copy_threads < 1:
-            raise ConfigError(f"copy_threads: {self.copy_threads}, at least 1 is needed")
+        if self.copy_threads < 0:
+            raise ConfigError(f"copy_threads: {self.copy_threads}, at least 0")
         if self.slots_per_database < 1:
             raise ConfigError(
                 f"capacity_bytes: {self.capacity_bytes} has no room for one value of "
@@ -93,9 +102,43 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return align_up(self.max_value_bytes, _STRIDE_ALIGNMENT)
 
     @property
+    def num_copiers(self) -> int:
+        """Threads that copy."""
+        cores = len(os.sched_getaffinity(0))
+        return self.copy_threads or max(1, min(_MAX_COPY_THREADS, cores // 2))
+
+    @property
     def slots_per_database(self) -> int:
         """Values a database holds, not counting markers."""
         return self.capacity_bytes // self.num_databases // self.stride_bytes
+
+
+_Run: TypeAlias = tuple[int, int, int]
+"""A copy: target, source, bytes."""
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """The copies of one READ or WRITE batch.
+
+    Attributes:
+        rows: int64 [k], rows of the batch whose bytes move.
+        addresses: uint64 [k] of their memory outside the card; lengths: uint32 [k].
+        checksums: uint64 [k] of what was moved, where the card verifies.
+        finish: run once, by the thread that ends the last share.
+        whole: no share has broken.
+        shares_left: shares that have not ended.
+    """
+
+    pending: PendingBatch
+    rows: Rows
+    addresses: NDArray[np.uint64]
+    lengths: NDArray[np.uint32]
+    checksums: NDArray[np.uint64]
+    finish: Callable[[_Transfer], None]
+    shares_left: int = 0
+    whole: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class MemoryCard(Card):
@@ -105,9 +148,16 @@ class MemoryCard(Card):
         """Make a closed card."""
         self._settings = settings
         self._limits = CardLimits(settings.max_value_bytes, 1, settings.num_databases)
-        self._pool: WorkerPool | None = None
+        self._planner: WorkerPool | None = None
+        self._num_copiers = settings.num_copiers
         self._counts = dict.fromkeys(("bytes_read", "bytes_written", "corrupt", "io_errors"), 0)
         self._counts_lock = threading.Lock()
+        self._plans: dict[Op, Callable[[PendingBatch], None]] = {
+            Op.EXIST: self._exist,
+            Op.READ: self._read,
+            Op.WRITE: self._write,
+            Op.DELETE: self._delete,
+        }
 
     @property
     @override
@@ -116,7 +166,7 @@ class MemoryCard(Card):
 
     @override
     def open(self, on_done: OnDone) -> None:
-        if self._pool is not None:
+        if self._planner is not None:
             raise CardError("memory card: already open")
         s = self._settings
         slots = s.slots_per_database
@@ -132,11 +182,12 @@ class MemoryCard(Card):
             with contextlib.suppress(OSError):  # before Linux 5.14
                 self._values.madvise(_MADV_POPULATE_WRITE)
         base = np.frombuffer(self._values, dtype=np.uint8).ctypes.data
-        size = slots * s.stride_bytes
-        self._bases = [base + i * size for i in range(s.num_databases)]
+        first = np.arange(s.num_databases, dtype=np.uint64) * np.uint64(slots * s.stride_bytes)
+        self._bases = first + np.uint64(base)
         self._tables = [SlotTable(slots) for _ in range(s.num_databases)]
         self._on_done = on_done
-        self._pool = WorkerPool("adp-card-copy", s.copy_threads)
+        self._copiers = WorkerPool("adp-card-copy", self._num_copiers)
+        self._planner = WorkerPool("adp-card-plan", 1)
 
     @override
     def register(self, address: int, num_bytes: int) -> None:
@@ -148,19 +199,15 @@ class MemoryCard(Card):
 
     @override
     def submit(self, batch: Batch) -> None:
-        if self._pool is None:
+        if self._planner is None:
             raise CardError("memory card: not open")
         check_batch(batch, self._limits)
         pending = PendingBatch(batch, self._on_done)
-        n = len(batch.databases)
-        shares = min(n, self._settings.copy_threads)
-        pending.expect(shares - 1)
-        for rows in np.array_split(np.arange(n, dtype=np.int64), shares):
-            self._pool.put(functools.partial(self._run_share, pending, rows))
+        self._planner.put(functools.partial(self._plan, pending))
 
     @override
     def stats(self) -> dict[str, int]:
-        tables = self._tables if self._pool is not None else []
+        tables = self._tables if self._planner is not None else []
         with self._counts_lock:
             return {
                 "values": sum(len(table) for table in tables),
@@ -170,117 +217,208 @@ class MemoryCard(Card):
 
     @override
     def close(self) -> None:
-        if self._pool is None:
+        if self._planner is None:
             return
-        pool, self._pool = self._pool, None
-        if not pool.stop(_CLOSE_TIMEOUT_S):
+        planner, self._planner = self._planner, None
+        if not (planner.stop(_CLOSE_TIMEOUT_S) and self._copiers.stop(_CLOSE_TIMEOUT_S)):
             _logger.error("memory card: copies did not end within %g s", _CLOSE_TIMEOUT_S)
             return
         self._tables = []
         self._values.close()
 
-    def _run_share(self, pending: PendingBatch, rows: Rows) -> None:
-        runs = {
-            Op.EXIST: self._exist,
-            Op.READ: self._read,
-            Op.WRITE: self._write,
-            Op.DELETE: self._delete,
-        }
+    def _plan(self, pending: PendingBatch) -> None:
         try:
-            for database, mine in by_database(pending.batch.databases, rows):
-                pending.status[mine] = runs[pending.batch.op](pending.batch, database, mine)
-        finally:
+            self._plans[pending.batch.op](pending)
+        except BaseException:
             pending.settle()
+            raise
 
-    def _exist(self, batch: Batch, database: int, rows: Rows) -> StatusArray:
-        table = self._tables[database]
-        with table.lock:
-            there = table.find(batch.keys[rows]) >= 0
-        return np.where(there, Status.OK, Status.ABSENT).astype(np.uint8)
+    def _exist(self, pending: PendingBatch) -> None:
+        batch = pending.batch
+        for database, rows in by_database(batch.databases, _all_rows(batch)):
+            table = self._tables[database]
+            with table.lock:
+                there = table.find(batch.keys[rows]) >= 0
+            pending.status[rows] = np.where(there, Status.OK, Status.ABSENT)
+        pending.settle()
 
-    def _delete(self, batch: Batch, database: int, rows: Rows) -> StatusArray:
-        table = self._tables[database]
-        with table.lock:
-            removed = table.delete(batch.keys[rows])
-        return np.where(removed, Status.OK, Status.ABSENT).astype(np.uint8)
+    def _delete(self, pending: PendingBatch) -> None:
+        batch = pending.batch
+        for database, rows in by_database(batch.databases, _all_rows(batch)):
+            table = self._tables[database]
+            with table.lock:
+                removed = table.delete(batch.keys[rows])
+            pending.status[rows] = np.where(removed, Status.OK, Status.ABSENT)
+        pending.settle()
 
-    def _read(self, batch: Batch, database: int, rows: Rows) -> StatusArray:
-        keys, lengths, addresses = _columns(batch, rows)
-        table = self._tables[database]
-        with table.lock:
-            slots, status, sums = table.pin(keys, lengths)
-            status[lengths > self._limits.max_value_bytes] = Status.TOO_LARGE
-            pinned = status == Status.OK
-        _copy(addresses[pinned], self._addresses(database, slots[pinned]), lengths[pinned])
-        if self._settings.verify:
-            check = np.flatnonzero(pinned & (lengths > 0))
-            found = value_checksums(
-                keys[check], batch.databases[rows[check]], addresses[check], lengths[check]
-            )
-            status[check[found != sums[check]]] = Status.CORRUPT
-        with table.lock:
-            corrupt = status == Status.CORRUPT
-            table.delete(keys[corrupt], slots[corrupt])
-            table.unpin(slots[pinned])
-        self._count(bytes_read=lengths[status == Status.OK], corrupt=corrupt)
-        return status
-
-    def _write(self, batch: Batch, database: int, rows: Rows) -> StatusArray:
-        keys, lengths, addresses = _columns(batch, rows)
-        table = self._tables[database]
-        status = np.full(len(rows), Status.OK, dtype=np.uint8)
+    def _read(self, pending: PendingBatch) -> None:
+        batch, status = pending.batch, pending.status
+        lengths, _ = _columns(batch)
+        slots = np.empty(len(lengths), dtype=np.int64)
+        checksums = np.empty(len(lengths), dtype=np.uint64)
+        parts = list(by_database(batch.databases, _all_rows(batch)))
+        for database, rows in parts:
+            table = self._tables[database]
+            with table.lock:
+                slots[rows], status[rows], checksums[rows] = table.pin(
+                    batch.keys[rows], lengths[rows]
+                )
         status[lengths > self._limits.max_value_bytes] = Status.TOO_LARGE
-        slots = np.full(len(rows), table.marker, dtype=np.int64)
-        wanting = np.flatnonzero((status == Status.OK) & (lengths > 0))
-        with table.lock:
-            taken = table.allocate(wanting.size)
-        wanting, unlucky = wanting[: taken.size], wanting[taken.size :]
-        slots[wanting] = taken
-        status[unlucky] = Status.NO_SPACE
-        _copy(self._addresses(database, taken), addresses[wanting], lengths[wanting])
-        sums = np.zeros(len(rows), dtype=np.uint64)
-        if self._settings.verify:
-            sums[wanting] = value_checksums(
-                keys[wanting], batch.databases[rows[wanting]], addresses[wanting], lengths[wanting]
+        pinned = status == Status.OK
+
+        def finish(transfer: _Transfer) -> None:
+            if not transfer.whole:
+                status[transfer.rows] = Status.IO_ERROR
+            elif self._settings.verify:
+                bad = transfer.checksums != checksums[transfer.rows]
+                status[transfer.rows[bad]] = Status.CORRUPT
+            corrupt = status == Status.CORRUPT
+            for database, rows in parts:
+                table = self._tables[database]
+                with table.lock:
+                    if corrupt[rows].any():
+                        wrong = rows[corrupt[rows]]
+                        table.delete(batch.keys[wrong], slots[wrong])
+                    table.unpin(slots[rows[pinned[rows]]])
+            self._count(
+                bytes_read=int(lengths[status == Status.OK].sum()), corrupt=int(corrupt.sum())
             )
-        done = status == Status.OK
-        with table.lock:
-            table.put(keys[done], slots[done], lengths[done], sums[done])
-        self._count(bytes_written=lengths[done])
-        return status
 
-    def _addresses(self, database: int, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
+        moving = np.flatnonzero(pinned & (lengths > 0))
+        sources = self._addresses(batch.databases[moving], slots[moving])
+        transfer = _transfer(pending, moving, finish)
+        self._move(transfer, transfer.addresses, sources)
+
+    def _write(self, pending: PendingBatch) -> None:
+        batch, status = pending.batch, pending.status
+        lengths, _ = _columns(batch)
+        marker = self._tables[0].marker
+        slots = np.full(len(lengths), marker, dtype=np.int64)
+        done = lengths <= self._limits.max_value_bytes
+        status[~done] = Status.TOO_LARGE
+        parts = list(by_database(batch.databases, _all_rows(batch)))
+        for database, rows in parts:
+            table = self._tables[database]
+            wanting = rows[done[rows] & (lengths[rows] > 0)]
+            with table.lock:
+                taken = table.allocate(wanting.size)
+            slots[wanting[: taken.size]] = taken
+            status[wanting[taken.size :]] = Status.NO_SPACE
+            done[wanting[taken.size :]] = False
+
+        def finish(transfer: _Transfer) -> None:
+            checksums = np.zeros(len(lengths), dtype=np.uint64)
+            checksums[transfer.rows] = transfer.checksums
+            for database, rows in parts:
+                table, mine = self._tables[database], rows[done[rows]]
+                with table.lock:
+                    if transfer.whole:
+                        table.put(batch.keys[mine], slots[mine], lengths[mine], checksums[mine])
+                    else:
+                        table.give_back(slots[mine])
+            if transfer.whole:
+                status[done] = Status.OK
+                self._count(bytes_written=int(lengths[done].sum()))
+
+        moving = np.flatnonzero(done & (lengths > 0))
+        targets = self._addresses(batch.databases[moving], slots[moving])
+        transfer = _transfer(pending, moving, finish)
+        self._move(transfer, targets, transfer.addresses)
+
+    def _move(
+        self, transfer: _Transfer, targets: NDArray[np.uint64], sources: NDArray[np.uint64]
+    ) -> None:
+        """Hand shares of about equal bytes to the copiers."""
+        bounds = _cut(transfer.lengths, self._num_copiers)
+        runs = _runs(targets, sources, transfer.lengths, bounds)
+        transfer.shares_left = len(runs)
+        for share, rows in zip(runs, itertools.pairwise(bounds), strict=True):
+            self._copiers.put(functools.partial(self._copy_share, transfer, share, slice(*rows)))
+
+    def _copy_share(self, transfer: _Transfer, runs: list[_Run], rows: slice) -> None:
+        whole = False
+        try:
+            for target, source, num_bytes in runs:
+                _memmove(target, source, num_bytes)
+            if self._settings.verify:
+                batch, mine = transfer.pending.batch, transfer.rows[rows]
+                transfer.checksums[rows] = value_checksums(
+                    batch.keys[mine],
+                    batch.databases[mine],
+                    transfer.addresses[rows],
+                    transfer.lengths[rows],
+                )
+            whole = True
+        finally:
+            with transfer.lock:
+                transfer.whole &= whole
+                transfer.shares_left -= 1
+                last = transfer.shares_left == 0
+            if last:
+                self._finish(transfer)
+
+    def _finish(self, transfer: _Transfer) -> None:
+        try:
+            transfer.finish(transfer)
+        finally:
+            transfer.pending.settle()
+
+    def _addresses(
+        self, databases: NDArray[np.uint16], slots: NDArray[np.int64]
+    ) -> NDArray[np.uint64]:
         offsets = slots.astype(np.uint64) * np.uint64(self._settings.stride_bytes)
-        return offsets + np.uint64(self._bases[database])
+        return offsets + self._bases[databases]
 
-    def _count(self, **amounts: NDArray[np.uint32] | NDArray[np.bool_]) -> None:
+    def _count(self, **amounts: int) -> None:
         with self._counts_lock:
             for name, amount in amounts.items():
-                self._counts[name] += int(amount.sum(dtype=np.int64))
+                self._counts[name] += amount
 
 
-def _columns(
-    batch: Batch, rows: Rows
-) -> tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.uint64]]:
+def _all_rows(batch: Batch) -> Rows:
+    return np.arange(len(batch.databases), dtype=np.int64)
+
+
+def _columns(batch: Batch) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
     if batch.lengths is None or batch.addresses is None:
         raise CardError(f"batch: {batch.op.name} needs addresses and lengths")
-    return batch.keys[rows], batch.lengths[rows], batch.addresses[rows]
+    return batch.lengths, batch.addresses
 
 
-def _copy(
-    targets: NDArray[np.uint64], sources: NDArray[np.uint64], lengths: NDArray[np.uint32]
-) -> None:
-    """Copy values; those that are neighbours on both sides go in one call (GIL released)."""
-    if lengths.size == 0:
-        return
+def _transfer(pending: PendingBatch, rows: Rows, finish: Callable[[_Transfer], None]) -> _Transfer:
+    lengths, addresses = _columns(pending.batch)
+    checksums = np.zeros(rows.size, dtype=np.uint64)
+    return _Transfer(pending, rows, addresses[rows], lengths[rows], checksums, finish)
+
+
+def _cut(lengths: NDArray[np.uint32], most: int) -> list[int]:
+    """Return the bounds of at most so many shares of about equal bytes; one for nothing."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total = int(ends[-1]) if ends.size else 0
+    num = max(1, min(most, total // _MIN_SHARE_BYTES, lengths.size))
+    cuts = np.searchsorted(ends, np.arange(1, num) * total // num) + 1
+    return [0, *sorted(set(cuts.tolist()) - {lengths.size}), lengths.size]
+
+
+def _runs(
+    targets: NDArray[np.uint64],
+    sources: NDArray[np.uint64],
+    lengths: NDArray[np.uint32],
+    bounds: list[int],
+) -> list[list[_Run]]:
+    """Return each share's copies: values that are neighbours on both sides are one."""
+    if not lengths.size:
+        return [[]]
     sizes = lengths.astype(np.uint64)
     starts_run = np.ones(lengths.size, dtype=np.bool_)
     starts_run[1:] = (targets[1:] != targets[:-1] + sizes[:-1]) | (
         sources[1:] != sources[:-1] + sizes[:-1]
     )
-    runs = np.flatnonzero(starts_run)
-    totals = np.add.reduceat(sizes, runs)
-    for target, source, total in zip(
-        targets[runs].tolist(), sources[runs].tolist(), totals.tolist(), strict=True
-    ):
-        _memmove(target, source, total)
+    starts_run[bounds[1:-1]] = True
+    firsts = np.flatnonzero(starts_run)
+    totals = np.add.reduceat(sizes, firsts)
+    every = list(
+        zip(targets[firsts].tolist(), sources[firsts].tolist(), totals.tolist(), strict=True)
+    )
+    shares = np.searchsorted(firsts, bounds).tolist()
+    return [every[a:b] for a, b in itertools.pairwise(shares)]

@@ -103,7 +103,10 @@ class SlotTable:
     def unpin(self, slots: Locations) -> None:
         """End one read of each slot; one named twice was pinned twice."""
         np.subtract.at(self._pins, slots, 1)
-        done = np.unique(slots[self._dying[slots] & (self._pins[slots] == 0)])
+        dying = self._dying[slots]
+        if not dying.any():
+            return
+        done = np.unique(slots[dying & (self._pins[slots] == 0)])
         self._dying[done] = False
         self._push(done)
 

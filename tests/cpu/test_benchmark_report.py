@@ -173,3 +173,18 @@ def test_speeds_are_drawn_by_kind(tmp_path):
     assert [path.name for path in drawn] == ["scatter.random.png", "scatter.strided.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
     assert _plots.speed_plots("other", rows[-1:], tmp_path) == []
+
+
+def test_bar_plots_are_drawn_for_each_part(tmp_path):
+    rows = [
+        row(metric="restore.link", value=55.0),
+        row(metric="restore.60k.at_link", value=143.0, unit="ms"),
+        row(metric="restore.60k.recomputed", value=2904.0, unit="ms"),
+        row(metric="restore.60k.memory.first_token", value=150.0, unit="ms"),
+        row(metric="restore.60k.memory.first_token.max", value=170.0, unit="ms"),
+        row(metric="restore.196k.memory.first_token", value=270.0, unit="ms"),
+    ]
+    drawn = _plots.bar_plots("restore", rows, tmp_path)
+    assert [path.name for path in drawn] == ["restore.60k.png", "restore.196k.png"]
+    assert all(path.stat().st_size > 1000 for path in drawn)
+    assert _plots.bar_plots("scatter", rows, tmp_path) == []

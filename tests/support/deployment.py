@@ -46,7 +46,7 @@ class Deployment:
     ) -> None:
         self.folder = folder
         self._card = CARD | dict(card_options or {}) | {"path": folder / "card"}
-        self._settings = {"shared_memory_size": "64MiB"} | settings
+        self._settings: dict[str, Any] = {"shared_memory_size": "64MiB"} | settings
         self._fault_file = folder / "fault"
         self._faulty = faulty
         self.address: str | None = None
@@ -140,6 +140,21 @@ def prompt(seed: int, length: int) -> list[int]:
     """Return a prompt of random tokens of the tiny models' vocabulary; equal for equal seeds."""
     numbers = random.Random(seed)
     return [numbers.randrange(3, 2000) for _ in range(length)]
+
+
+def random_prompts(seed: int, count: int) -> list[list[int]]:
+    """Return prompts of 20 to 420 tokens; most begin like an earlier one, cut anywhere."""
+    numbers = random.Random(seed)
+    prompts: list[list[int]] = []
+    for _ in range(count):
+        shared: list[int] = []
+        if prompts and numbers.random() < 0.75:
+            parent = numbers.choice(prompts)
+            shared = parent[: numbers.randrange(1, len(parent) + 1)]
+        length = max(len(shared) + 1, numbers.randrange(20, 420))
+        fresh = [numbers.randrange(3, 2000) for _ in range(min(length, 420) - len(shared))]
+        prompts.append(shared + fresh)
+    return prompts
 
 
 def expected_hit(length: int, chunk: int = 256) -> int:

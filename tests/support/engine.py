@@ -61,18 +61,28 @@ class Engine:
         separate_core: run the engine core in a process of its own, as deployments do
             (30 to 40 s to start on 2 cores); else all in the child (12 s).
         env: added to the child's environment, such as {"VLLM_LOGGING_LEVEL": "DEBUG"}.
+        program: the child's; benchmarks have one that does more.
+
+    Attributes:
+        began_s, elapsed_s: when vLLM got the last batch of prompts, on the machine's monotonic
+            clock, and how long it took, seen from its caller.
     """
 
     def __init__(
-        self, *, separate_core: bool = False, env: Mapping[str, str] | None = None
+        self,
+        *,
+        separate_core: bool = False,
+        env: Mapping[str, str] | None = None,
+        program: str = "tests.support.engine_child",
     ) -> None:
         settings = {
             "HF_HUB_OFFLINE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate_core else "0",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        argv = [PYTHON, "-m", "tests.support.engine_child"]
+        argv = [PYTHON, "-m", program]
         self.child = Child(argv, settings | dict(env or {}), "engine", pipes=True)
+        self.began_s = self.elapsed_s = 0.0
         self._replies: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, name="engine-replies", daemon=True).start()
 
@@ -110,7 +120,7 @@ class Engine:
         if kv_transfer_config is not None:
             engine_args["kv_transfer_config"] = dict(kv_transfer_config)
         request = {"op": "start", "engine_args": engine_args, "model_args": model_args}
-        return self._call(request, timeout_s)
+        return self.call(request, timeout_s)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], *, timeout_s: float = GENERATE_TIMEOUT_S, **how: Any
@@ -146,29 +156,31 @@ class Engine:
 
     def finish_generate(self, timeout_s: float = GENERATE_TIMEOUT_S) -> list[Completion]:
         """Wait for what begin_generate() sent."""
-        return [Completion(**one) for one in self._receive(timeout_s)["completions"]]
+        reply = self._receive(timeout_s)
+        self.began_s, self.elapsed_s = reply["began_s"], reply["elapsed_s"]
+        return [Completion(**one) for one in reply["completions"]]
 
     def reset_prefix_cache(self, timeout_s: float = 30.0) -> None:
         """Forget vLLM's own prefix cache: what hits afterwards came from the connector."""
-        if not self._call({"op": "reset_prefix_cache"}, timeout_s)["reset"]:
+        if not self.call({"op": "reset_prefix_cache"}, timeout_s)["reset"]:
             raise self.child.fail("the prefix cache could not be reset: blocks in use")
 
     def metrics(self, timeout_s: float = 30.0) -> dict[str, float]:
         """Return vLLM's counters and gauges by name, summed over labels."""
-        return dict(self._call({"op": "metrics"}, timeout_s)["metrics"])
+        return dict(self.call({"op": "metrics"}, timeout_s)["metrics"])
 
     def rpc(self, method: str, *args: Any, timeout_s: float = 30.0) -> list[Any]:
         """Call a method of worker_extension.py on every rank; return the ranks' results."""
         request = {"op": "rpc", "method": method, "args": list(args)}
-        return list(self._call(request, timeout_s)["results"])
+        return list(self.call(request, timeout_s)["results"])
 
     def pages(self, timeout_s: float = 120.0) -> dict[str, str]:
         """Return a digest of every cached block's pages by block hash; not with separate_core."""
-        return dict(self._call({"op": "pages"}, timeout_s)["pages"])
+        return dict(self.call({"op": "pages"}, timeout_s)["pages"])
 
     def config(self, path: str, timeout_s: float = 30.0) -> str:
         """Return a value of vLLM's resolved configuration, such as "model_config.dtype"."""
-        return str(self._call({"op": "config", "path": path}, timeout_s)["value"])
+        return str(self.call({"op": "config", "path": path}, timeout_s)["value"])
 
     def kill9(self) -> None:
         """Kill the engine with all its workers, as an out-of-memory killer would."""
@@ -192,7 +204,8 @@ class Engine:
         """Kill what is left and clean up; safe to call twice."""
         self.child.cleanup()
 
-    def _call(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def call(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Run an operation of the child's by its name, request["op"]; return its reply."""
         self._send(request)
         return self._receive(timeout_s)
 

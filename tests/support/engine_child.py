@@ -61,9 +61,15 @@ class Session:
 
             adapter = request["lora"]
             extra["lora_request"] = LoRARequest(adapter["name"], adapter["number"], adapter["path"])
+        began = time.perf_counter()
         outputs = self.llm.generate(prompts, SamplingParams(**sampling), use_tqdm=False, **extra)
+        elapsed_s = time.perf_counter() - began
         self._drain()
-        return {"completions": [describe(output) for output in outputs]}
+        return {
+            "completions": [describe(output) for output in outputs],
+            "began_s": began,
+            "elapsed_s": elapsed_s,
+        }
 
     def _drain(self) -> None:
         """Step a core in this process until its connector is idle, as a core of its own does."""
@@ -147,9 +153,8 @@ def describe(output: Any) -> dict[str, Any]:
     }
 
 
-def serve(requests: TextIO, replies: TextIO) -> None:
+def serve(session: Session, requests: TextIO, replies: TextIO) -> None:
     """Answer requests until "exit" or the end of the input."""
-    session = Session()
     for line in requests:
         request = json.loads(line)
         if request["op"] == "exit":
@@ -163,12 +168,12 @@ def serve(requests: TextIO, replies: TextIO) -> None:
     session.shutdown()
 
 
-def main() -> None:
+def main(session: Session) -> None:
     """Take over stdout and serve."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    serve(sys.stdin, replies)
+    serve(session, sys.stdin, replies)
 
 
 if __name__ == "__main__":
-    main()
+    main(Session())

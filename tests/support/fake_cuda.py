@@ -54,6 +54,8 @@ class FakeDevice:
         self.main = self.stream(0)
         self.fail_copies = False
         self.calls = []
+        self.name = "a device"
+        self.registered = set()
 
     def step(self, count):
         """Run up to count queued works on streams that may run."""
@@ -73,6 +75,9 @@ class FakeDevice:
         return self._memory[-1]
 
     # TorchDevice
+    def machine(self):
+        return self.name
+
     def bind(self):
         pass
 
@@ -114,10 +119,10 @@ class FakeDevice:
         assert device == 0
 
     def hostRegister(self, ptr, size, flags):
-        pass
+        self.registered.add(ptr)
 
     def hostUnregister(self, ptr):
-        pass
+        self.registered.remove(ptr)
 
     def memcpyAsync(self, dst, src, size, kind, stream):
         self._copy("1-D", stream, lambda: ctypes.memmove(dst, src, size))

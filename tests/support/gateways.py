@@ -66,6 +66,7 @@ class Gateway:
         *,
         env: Mapping[str, str] | None = None,
         program: str = "gateway",
+        start_timeout_s: float = START_TIMEOUT_S,
         **settings: object,
     ) -> Self:
         """Start a gateway and wait until it serves.
@@ -77,6 +78,7 @@ class Gateway:
                 the address of a gateway that is gone to restart it in its place.
             env: added to the child's environment.
             program: as for the class.
+            start_timeout_s: a large card takes longer to make.
             settings: the gateway's other settings, by name.
         """
         address = address or f"tcp://127.0.0.1:{free_port()}"
@@ -88,7 +90,7 @@ class Gateway:
         gateway.address = address
         gateway.key_file = str(settings.get("key_file", ""))
         try:
-            gateway.wait_ready(SERVING)
+            gateway.wait_ready(SERVING, start_timeout_s)
         except BaseException:
             gateway.close()
             raise

@@ -157,6 +157,8 @@ def test_fragment_size_follows_the_placement():
     assert Settings().effective_fragment_size == 261120
     assert Settings(placement="remote").effective_fragment_size == 131072
     assert Settings(placement="remote", fragment_size=7).effective_fragment_size == 7
+    assert Settings(card="memory").effective_fragment_size == 1 << 31  # as much as it takes
+    assert Settings(card="memory", fragment_size=7).effective_fragment_size == 7
 
 
 def test_settings_can_not_change():

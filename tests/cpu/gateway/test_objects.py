@@ -162,6 +162,17 @@ def test_read_finds_what_write_spread(opened):
     assert move(store, "read", arena, random_keys(5, 9), offsets, lengths) == [1] * 5
 
 
+def test_whole_object_has_the_key_that_it_has_beside_cut_ones(opened):
+    """What was stored in one batch is found by another, whatever else is in either."""
+    store = opened(memory_card(num_databases=3), fragment_size=1000)
+    arena = Arena(1 << 20)
+    objects, offsets = random_keys(3), [0, 4096, 8192]
+    assert move(store, "write", arena, objects, offsets, [500, 2500, 1000]) == [0] * 3
+    assert move(store, "read", arena, objects[[2, 0]], [8192, 0], [1000, 500]) == [0] * 2
+    assert move(store, "write", arena, objects[:1], [0], [700]) == [0]
+    assert move(store, "read", arena, objects[:2], offsets[:2], [700, 2500]) == [0] * 2
+
+
 @pytest.mark.parametrize(
     ("fragment_size", "max_value_bytes", "alignment", "expected"),
     [

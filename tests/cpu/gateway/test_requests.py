@@ -7,6 +7,7 @@ import pytest
 
 from adp_kv.wire.keys import pack_keys
 from adp_kv.wire.messages import NO_SLOT, Failed, Get, Granted, Put, Release
+from gateway import gets
 from tests.support.clock import FakeClock
 from tests.support.process import wait_until
 from tests.support.serving import (
@@ -73,6 +74,40 @@ def test_batches_follow_batch_bytes():
     with Serving(batch_bytes=2 * 4096) as serving:
         ranks = serving.join(replicated(1, 1))
         assert put(ranks, 1, chunks, [0])[0].batches == [2, 2, 2, 2]
+
+
+def test_batches_have_equal_parts():
+    chunks = random_chunks(7)
+    with Serving(batch_bytes=3 * 4096) as serving:
+        ranks = serving.join(replicated(1, 1))
+        assert put(ranks, 1, chunks, [0])[0].batches == [3, 2, 2]
+
+
+def test_reads_start_small_and_grow_until_idle(monkeypatch):
+    monkeypatch.setattr(gets, "FIRST_BATCH_BYTES", 2 * 4096)
+    chunks = random_chunks(30)
+    with Serving(shared_memory_size=256 * 4096, batch_bytes=8 * 4096) as serving:
+        ranks = serving.join(replicated(2, 1))
+        store(ranks, chunks)
+        for seq in (10, 20):  # small again after idle time
+            assert get(ranks, seq, chunks, [0])[0].batches == [2, 4, 8, 8, 8]
+            serving.assert_idle()
+
+
+def test_next_layer_goes_on_with_large_batches(monkeypatch):
+    monkeypatch.setattr(gets, "FIRST_BATCH_BYTES", 2 * 4096)
+    chunks = random_chunks(8)
+    with Serving(shared_memory_size=256 * 4096, batch_bytes=8 * 4096) as serving:
+        ranks = serving.join(replicated(2, 1))
+        store(ranks, chunks)
+        for cache in (0, 1):
+            ranks[0].send(Get(cache, [cache], pack_keys(chunks)))
+        granted = [ranks[0].expect(Granted) for _ in range(4)]
+        sizes = {(m.seq, m.first): len(m.slots) // 4 for m in granted}
+        assert sizes == {(0, 0): 2, (0, 2): 3, (0, 5): 3, (1, 0): 8}
+        for message in granted:
+            ranks[0].send(Release(message.seq, message.first, ok=True))
+        serving.assert_idle()
 
 
 def test_read_starts_before_last_rank_asks():

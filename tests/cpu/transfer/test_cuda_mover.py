@@ -10,12 +10,16 @@ from adp_kv.errors import TransferError  # noqa: E402
 from adp_kv.transfer import cuda_mover  # noqa: E402
 from adp_kv.transfer.base import SliceCopy  # noqa: E402
 from adp_kv.transfer.copy_engine import CopyEngine  # noqa: E402
-from adp_kv.transfer.plan import Thresholds, Way  # noqa: E402
+from adp_kv.transfer.plan import NEVER, Thresholds, Way  # noqa: E402
 from adp_kv.transfer.registration import RingRegistration  # noqa: E402
 from adp_kv.transfer.settings import MoverSettings  # noqa: E402
 
 GUARD = 0xA5
 NUM_SLOTS = 192
+MIXED = {  # a kernel moves a part and the copy engine another
+    "beside staged": Thresholds(0, 1, NEVER, NEVER, beside_strided=0, beside=0.5),
+    "beside batch": Thresholds(0, NEVER, NEVER, NEVER, beside_batch=0, beside=0.5),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +34,13 @@ class Bench:
         self, device, way, page_bytes=24, pages_per_slice=3, staging_bytes=1024, batch=True
     ):
         self.device = device
-        thresholds = Thresholds(0, 0, 0, 0, force=way)
+        thresholds = MIXED.get(way) or Thresholds(0, 0, 0, 0, force=way)
         settings = MoverSettings(
-            staging_bytes=staging_bytes, restore=thresholds, save=thresholds, max_pages=16
+            staging_bytes=staging_bytes,
+            direct_bytes=512,
+            restore=thresholds,
+            save=thresholds,
+            max_pages=16,
         )
         engine = CopyEngine(device, device if batch else None)
         registration = RingRegistration(device, 0, piece_bytes=4096)
@@ -77,7 +85,7 @@ def shares(rng, num, kind):
     return np.array_split(slots, num)
 
 
-@pytest.mark.parametrize("way", [None, *Way])
+@pytest.mark.parametrize("way", [None, *Way, *MIXED])
 @pytest.mark.parametrize("kind", ["run", "random", "strided"])
 @pytest.mark.parametrize("seed", range(6))
 def test_transfers_in_flight_move_the_right_bytes(way, kind, seed):
@@ -119,8 +127,10 @@ def test_transfers_in_flight_move_the_right_bytes(way, kind, seed):
             got = bench.pages(pages).reshape(data.shape) if restoring else bench.slices(slots)
             assert np.array_equal(got, data), (restoring, slots)
     assert (bench.outside() == GUARD).all()
+    assert device.registered
     bench.mover.close()
     bench.mover.close()
+    assert not device.registered
 
 
 def test_restore_waits_for_its_mark():
@@ -171,6 +181,30 @@ def test_slices_outside_ring_raise_and_queue_nothing():
     with pytest.raises(TransferError, match="outside"):
         bench.mover.save(beyond, None)
     assert device.calls == []
+
+
+def test_device_that_hangs_holds_close_until_its_deadline_and_keeps_the_ring(monkeypatch):
+    monkeypatch.setattr(cuda_mover, "_DRAIN_S", 0.05)
+    device = FakeDevice()
+    bench = Bench(device, None)
+    device.main.wait_event(FakeEvent(device))
+    bench.mover.restore(bench.copy_of([0], [0, 1, 2]), bench.mover.mark())
+    bench.mover.close()
+    assert device.registered, "the device may still read the ring"
+
+
+def test_failed_transfer_on_a_device_that_hangs_ends_the_mover(monkeypatch):
+    monkeypatch.setattr(cuda_mover, "_DRAIN_S", 0.05)
+    device = FakeDevice()
+    bench = Bench(device, Way.BATCH)
+    device.main.wait_event(FakeEvent(device))
+    device.fail_copies = True
+    copy = bench.copy_of([0, 5], range(6))
+    with pytest.raises(TransferError, match="invalid argument"):
+        bench.mover.restore(copy, bench.mover.mark())
+    device.fail_copies = False
+    with pytest.raises(TransferError, match="closed"):
+        bench.mover.restore(copy, None)
 
 
 def test_closed_mover_refuses():

@@ -20,18 +20,20 @@ def a_copy(slice_addrs, pages_per_slice, page_bytes, seed=0):
     return SliceCopy(slice_addrs, pages.reshape(-1, pages_per_slice), page_bytes)
 
 
-def the_limits(borders=(), staging_bytes=16 * MiB, max_pages=1 << 15, has_batch=True):
-    return Limits(np.array(borders, dtype=np.int64), staging_bytes, max_pages, has_batch)
+def the_limits(
+    borders=(), staging_bytes=16 * MiB, direct_bytes=32 * MiB, max_pages=1 << 15, has_batch=True
+):
+    borders = np.array(borders, dtype=np.int64)
+    return Limits(borders, staging_bytes, direct_bytes, max_pages, has_batch)
 
 
 def moved(plan):
     """Yield (host address, device byte) pairs of all bytes, whatever way they move."""
     pairs = []
-    for piece in plan.pieces:
-        there = slice(piece.first_page, piece.first_page + piece.num_pages)
-        pages = plan.page_addrs[there]
+    for piece in plan.pieces():
+        pages = piece.page_addrs
         if piece.way is Way.DIRECT:
-            for host, page in zip(plan.host_addrs[there], pages, strict=True):
+            for host, page in zip(piece.host_addrs, pages, strict=True):
                 pairs += [(int(host) + i, int(page) + i) for i in range(plan.page_bytes)]
             continue
         e = piece.extents
@@ -63,12 +65,15 @@ def test_plan_moves_every_byte_once(data):
     limits = the_limits(
         borders,
         data.draw(st.integers(1, 4 * slice_bytes)),
+        data.draw(st.integers(1, 6 * slice_bytes)),
         data.draw(st.integers(1, 8)),
         data.draw(st.booleans()),
     )
     small = st.integers(0, 3 * slice_bytes)
     thresholds = Thresholds(
-        *(data.draw(small) for _ in range(4)), force=data.draw(st.sampled_from([None, *Way]))
+        *(data.draw(small) for _ in range(6)),
+        beside=data.draw(st.sampled_from([0, 0.25, 0.5])),
+        force=data.draw(st.sampled_from([None, None, *Way])),
     )
     copy = a_copy(addrs, pages_per_slice, page_bytes)
     plan = make_plan(copy, limits, thresholds)
@@ -79,7 +84,7 @@ def test_plan_moves_every_byte_once(data):
         for i in range(page_bytes)
     ]
     assert sorted(moved(plan)) == sorted(expected)
-    for piece in plan.pieces:
+    for piece in plan.pieces():
         assert 0 < piece.num_pages <= limits.max_pages
         if piece.way is Way.STAGED:
             assert piece.num_pages * page_bytes <= limits.staging_bytes
@@ -92,7 +97,8 @@ def test_plan_moves_every_byte_once(data):
 
 def the_way(copy, thresholds, **limits):
     plan = make_plan(copy, the_limits(**limits), thresholds)
-    (way,) = {piece.way for piece in plan.pieces}
+    way = next(plan.pieces()).way
+    assert {piece.way for piece in plan.pieces()} == {way}
     return way, plan
 
 
@@ -116,7 +122,7 @@ def scattered(slot, num):
         (RESTORE, scattered(128 * KiB, 512), 128 * KiB, 8 * KiB, Way.STAGED),
         (RESTORE, scattered(128 * KiB, 512), 128 * KiB, 64 * KiB, Way.BATCH),
         (RESTORE, scattered(32 * KiB, 512), 32 * KiB, 8 * KiB, Way.DIRECT),
-        (SAVE, scattered(128 * KiB, 512), 128 * KiB, 64 * KiB, Way.DIRECT),
+        (SAVE, scattered(128 * KiB, 128), 128 * KiB, 64 * KiB, Way.DIRECT),
         (SAVE, scattered(2 * MiB, 32), MiB, MiB, Way.BATCH),
         (RESTORE, run(8 * KiB, 64), 8 * KiB, 8 * KiB, Way.DIRECT),
     ],
@@ -128,16 +134,44 @@ def test_planner_chooses_the_fastest_way(thresholds, slices, slice_bytes, page_b
 
 def test_run_staged_is_one_copy_a_piece():
     _, plan = the_way(a_copy(run(8 * KiB, 8192), 1, 8 * KiB), RESTORE)
-    assert [piece.extents.widths.tolist() for piece in plan.pieces] == [[16 * MiB]] * 4
+    assert [piece.extents.widths.tolist() for piece in plan.pieces()] == [[16 * MiB]] * 4
 
 
 def test_strided_run_is_2d_and_cut_at_border():
     slices = run(256 * KiB, 512) + 4096
     early = replace(RESTORE, strided=32 * KiB)
     _, plan = the_way(a_copy(slices, 4, 8 * KiB), early, borders=[int(slices[100]) + 8192])
-    (piece,) = plan.pieces
+    (piece,) = plan.pieces()
     assert piece.extents.rows.tolist() == [100, 1, 1, 411]
     assert piece.extents.widths.tolist() == [32 * KiB, 8192, 24 * KiB, 32 * KiB]
+
+
+@pytest.mark.parametrize(
+    ("slices", "page_bytes", "beside"),
+    [
+        (run(256 * KiB, 4096), 8 * KiB, Way.STAGED),
+        (scattered(128 * KiB, 1024), 64 * KiB, Way.BATCH),
+        (scattered(32 * KiB, 4096), 8 * KiB, None),
+    ],
+)
+def test_long_saves_by_the_kernel_have_copies_beside_them(slices, page_bytes, beside):
+    plan = make_plan(a_copy(slices, 32 * KiB // page_bytes or 2, page_bytes), the_limits(), SAVE)
+    pieces = list(plan.pieces())
+    assert pieces[0].way is Way.DIRECT
+    assert {piece.way for piece in pieces} == {Way.DIRECT, beside or Way.DIRECT}
+    helped = sum(piece.num_pages for piece in pieces if piece.way is beside)
+    assert not helped or 0.15 < helped / sum(piece.num_pages for piece in pieces) < 0.35
+
+
+def test_staged_beside_direct_fits_its_buffer():
+    copy = a_copy(run(128 * KiB, 8192), 2, 8 * KiB)
+    mixed = replace(RESTORE, beside_strided=KiB, beside=0.5)
+    pieces = list(make_plan(copy, the_limits(), mixed).pieces())
+    sizes = [(piece.way, piece.num_pages * 8 * KiB // MiB) for piece in pieces]
+    assert sizes == [
+        (Way.DIRECT, 8), (Way.STAGED, 16), (Way.DIRECT, 32), (Way.STAGED, 16),
+        (Way.DIRECT, 32), (Way.STAGED, 16), (Way.DIRECT, 8),
+    ]  # fmt: skip
 
 
 def test_without_batch_scattered_is_direct():
@@ -166,4 +200,4 @@ def test_plan_wrong_tables_raise(copy):
 
 
 def test_plan_of_nothing_has_no_pieces():
-    assert make_plan(a_copy([], 3, 8), the_limits(), RESTORE).pieces == ()
+    assert not list(make_plan(a_copy([], 3, 8), the_limits(), RESTORE).pieces())

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.support.deployment import Deployment, prompt
+from tests.support.deployment import Deployment, prompt, random_prompts
 
 pytestmark = pytest.mark.vllm
 
@@ -21,21 +21,6 @@ TIGHT = {
     "max_model_len": 512,
     "enable_chunked_prefill": True,
 }
-
-
-def random_prompts(seed, count):
-    """Prompts of 20 to 420 tokens; most begin like an earlier one, cut anywhere."""
-    numbers = random.Random(seed)
-    prompts = []
-    for _ in range(count):
-        shared = []
-        if prompts and numbers.random() < 0.75:
-            parent = numbers.choice(prompts)
-            shared = parent[: numbers.randrange(1, len(parent) + 1)]
-        length = max(len(shared) + 1, numbers.randrange(20, 420))
-        fresh = [numbers.randrange(3, 2000) for _ in range(min(length, 420) - len(shared))]
-        prompts.append(shared + fresh)
-    return prompts
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,74 @@
+"""What waiting requests will restore, told to the gateway while they wait.
+
+    lookup answered, request still in vLLM's queue ─► Ahead(chunks that the GPU lacks)
+    admitted without a restore, aborted, ended     ─► Forget
+
+The chunks are those that the request's gets will name, as far as is known: the stored
+prefix less what the GPU has now. A wrong guess costs a read that nobody takes.
+
+Threads: vLLM's scheduler calls everything here. Failure scope: none; the gateway drops what
+it is not told to forget after a deadline.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adp_kv.connector.vllm_view import EngineView, locally_cached
+from adp_kv.sdk.lookup import LookupClient, LookupTicket
+from adp_kv.wire.keys import KeyArray
+
+
+class ReadAheadSide:
+    """Requests whose lookup was asked and that were not admitted yet."""
+
+    def __init__(self, client: LookupClient, engine: EngineView) -> None:
+        self._client = client
+        self._engine = engine
+        self._waiting: dict[str, LookupTicket] = {}
+        self._told: dict[str, int] = {}
+
+    def on_asked(self, request_id: str, lookup: LookupTicket) -> None:
+        """Note a request that now waits for its lookup."""
+        self._waiting[request_id] = lookup
+
+    def answered(self) -> list[str]:
+        """Return the requests whose answer has come since the last call."""
+        ready = [name for name, lookup in self._waiting.items() if lookup.stored is not None]
+        for name in ready:
+            del self._waiting[name]
+        return ready
+
+    def tell(self, request: Any, keys: KeyArray, hit_tokens: int, pool: Any) -> None:
+        """Tell the gateway what a request that still waits will restore.
+
+        Args:
+            request: vLLM's.
+            keys: uint64 [n, 2], its chunks.
+            hit_tokens: where its stored prefix ends.
+            pool: vLLM's block pool.
+        """
+        chunk = self._engine.chunk_tokens
+        local = 0
+        if self._engine.hash_tokens == self._engine.block_tokens:
+            local = locally_cached(pool, request.block_hashes) * self._engine.block_tokens
+        self._forget(request.request_id)  # told before it was preempted
+        chunks = keys[local // chunk : hit_tokens // chunk]
+        if len(chunks):
+            self._told[request.request_id] = self._client.read_ahead(chunks)
+
+    def on_admitted(self, request_id: str, *, restores: bool) -> None:
+        """A request has its blocks: its gets take what was read, if there are any."""
+        self._waiting.pop(request_id, None)
+        if not restores:
+            self._forget(request_id)
+
+    def on_finished(self, request_id: str) -> None:
+        """A request has ended, in whatever way."""
+        self._waiting.pop(request_id, None)
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        number = self._told.pop(request_id, None)
+        if number is not None:
+            self._client.forget(number)

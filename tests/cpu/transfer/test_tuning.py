@@ -1,0 +1,131 @@
+"""Thresholds measured at start: crossovers, the budget, the cache, and the whole on a stand-in."""
+
+import pytest
+
+from tests.support.fake_cuda import FakeDevice, FakeEvent
+
+torch = pytest.importorskip("torch")
+from adp_kv.transfer import cuda_mover, tuning  # noqa: E402
+from adp_kv.transfer.copy_engine import CopyEngine  # noqa: E402
+from adp_kv.transfer.plan import NEVER, RESTORE, SAVE, Way  # noqa: E402
+from adp_kv.transfer.registration import RingRegistration  # noqa: E402
+from adp_kv.transfer.settings import MoverSettings  # noqa: E402
+from adp_kv.units import KiB, MiB  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("is_faster", "found"),
+    [
+        ([True, True, True], 1),
+        ([False, True, True], 2),
+        ([True, False, True], 4),
+        ([True, True, False], NEVER),
+    ],
+)
+def test_crossover_is_where_a_way_stays_faster(is_faster, found):
+    assert tuning.crossover([1, 2, 4], is_faster) == found
+
+
+def machine_speeds(to_device, kind, size, way):
+    """Seconds on a machine whose crossovers are known."""
+    wins = {
+        (True, "staged"): 4 * MiB, (True, "strided"): 32 * KiB, (True, "batch"): 128 * KiB,
+        (False, "staged"): MiB, (False, "strided"): NEVER, (False, "batch"): 512 * KiB,
+    }  # fmt: skip
+    return 1.0 if (way is not Way.DIRECT) == (size >= wins[to_device, kind]) else 2.0
+
+
+def test_measured_thresholds_are_the_crossovers():
+    tuned, _ = tuning.measure_thresholds(machine_speeds, ["staged", "strided", "batch"])
+    assert (tuned.restore.staged, tuned.restore.strided) == (4 * MiB, 32 * KiB)
+    assert (tuned.restore.batch, tuned.save.batch) == (128 * KiB, 512 * KiB)
+    assert (tuned.save.staged, tuned.save.strided) == (MiB, NEVER)
+    assert (tuned.save.beside, tuned.restore.extent) == (SAVE.beside, RESTORE.extent)
+    assert tuned.is_complete
+
+
+def test_what_the_budget_does_not_reach_keeps_its_default():
+    def measure(to_device, kind, size, way):
+        if not to_device:
+            raise TimeoutError
+        return machine_speeds(to_device, kind, size, way)
+
+    tuned, _ = tuning.measure_thresholds(measure, ["staged", "strided", "batch"])
+    assert tuned.restore.staged == 4 * MiB
+    assert tuned.save == SAVE
+    assert not tuned.is_complete
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Make what is measured small enough for a device that copies in Python."""
+    monkeypatch.setattr(cuda_mover.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(tuning, "RING_BYTES", 256 * KiB)
+    monkeypatch.setattr(tuning, "TOTAL_BYTES", 128 * KiB)
+    monkeypatch.setattr(tuning, "_REPEATS", 1)
+    monkeypatch.setattr(tuning, "BUDGET_S", 30.0)
+    sizes = {"staged": (64 * KiB, 128 * KiB), "strided": (16 * KiB,), "batch": (16 * KiB,)}
+    monkeypatch.setattr(tuning, "SIZES", sizes)
+
+
+def a_mover(device):
+    settings = MoverSettings(staging_bytes=MiB, max_pages=64)
+    ring = RingRegistration(device, 0)
+    return cuda_mover.CudaMover(device, CopyEngine(device, device), ring, settings)
+
+
+def used(mover):
+    return mover._thresholds
+
+
+def test_tuning_measures_once_and_is_cached_for_the_machine(small, tmp_path):
+    device = FakeDevice()
+    first, second, third = (a_mover(device) for _ in range(3))
+    tuning.tune(first, device, tmp_path / "cache", has_batch=True)
+    (path,) = (tmp_path / "cache").iterdir()
+    assert {chosen.force for chosen in used(first)} == {None}
+    assert not device.registered, "the ring that was measured with is given back"
+    calls = len(device.calls)
+    tuning.tune(second, device, tmp_path / "cache", has_batch=True)
+    assert used(second) == used(first)
+    assert len(device.calls) == calls, "measured again"
+    device.name = "another GPU"
+    tuning.tune(third, device, tmp_path / "cache", has_batch=True)
+    assert len(device.calls) > calls
+    assert b"another GPU" in path.read_bytes()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"format": 1, "machine": 3}'])
+def test_cache_that_is_damaged_is_measured_anew(small, tmp_path, content):
+    device = FakeDevice()
+    (tmp_path / "tuning-0.json").write_bytes(content)
+    tuning.tune(a_mover(device), device, tmp_path, has_batch=True)
+    assert device.calls
+    assert device.machine().encode() in (tmp_path / "tuning-0.json").read_bytes()
+
+
+def test_folder_that_cant_be_written_is_no_error(small, tmp_path):
+    (tmp_path / "file").touch()
+    device = FakeDevice()
+    mover = a_mover(device)
+    tuning.tune(mover, device, tmp_path / "file", has_batch=True)
+    assert device.calls
+
+
+def test_budget_spent_is_not_cached(small, monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, "BUDGET_S", 0.0)
+    device = FakeDevice()
+    mover = a_mover(device)
+    tuning.tune(mover, device, tmp_path, has_batch=True)
+    assert used(mover) == (RESTORE, SAVE)
+    assert not list(tmp_path.iterdir())
+
+
+def test_failing_measurement_leaves_defaults_and_a_mover_that_works(small, caplog, tmp_path):
+    device = FakeDevice()
+    device.fail_copies = True
+    mover = a_mover(device)
+    tuning.tune(mover, device, tmp_path, has_batch=True)
+    assert used(mover) == (RESTORE, SAVE)
+    assert "default thresholds" in caplog.text
+    assert not device.registered
