@@ -39,6 +39,12 @@ STORE_TIMEOUT_S = 180.0
 COMPARED_TOKENS = 8
 SLAB_SLOT, SLAB_FRAGMENT = 256 * KiB, 258048  # a fragment of 261,120 bytes in whole 4096
 SHM_SHARE = 0.8
+# Full CUDA graphs for decode, without torch.compile, which would take a minute to start.
+GRAPHS = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 8, 16, 24, 32],
+}
 PLAIN, OFFLOADING, LMCACHE, MEMORY, SLAB = "plain", "offloading", "lmcache", "memory", "slab"
 ADP = (MEMORY, SLAB)
 
