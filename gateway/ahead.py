@@ -116,6 +116,10 @@ class ReadAhead:
         for shelf in [s for s in self._shelves if s.wish == number]:
             self._drop(shelf)
 
+    def stop(self) -> None:
+        """Begin nothing more: the session has ended."""
+        self._wishes.clear()
+
     def on_get(self, chunks: KeyArray) -> None:
         """End the wishes of requests that wait no longer; their shelves stay for their gets."""
         for number, wish in list(self._wishes.items()):

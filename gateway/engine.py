@@ -257,6 +257,8 @@ class Engine:
         self._counters.add("sessions_ended")
         for member in self.session.members.values():
             self._deliver(member.identity, Goodbye(reason))
+        if self._gets is not None:
+            self._gets.ahead.stop()
         self._ring.withdraw()
 
     @property
