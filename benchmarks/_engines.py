@@ -39,6 +39,12 @@ STORE_TIMEOUT_S = 180.0
 COMPARED_TOKENS = 8
 SLAB_SLOT, SLAB_FRAGMENT = 256 * KiB, 258048  # a fragment of 261,120 bytes in whole 4096
 SHM_SHARE = 0.8
+# Full CUDA graphs for decode, without torch.compile, which would take a minute to start.
+GRAPHS = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 8, 16, 24, 32],
+}
 PLAIN, OFFLOADING, LMCACHE, MEMORY, SLAB = "plain", "offloading", "lmcache", "memory", "slab"
 ADP = (MEMORY, SLAB)
 
@@ -308,18 +314,20 @@ class Contender:
         self.generate(self.prompt)
         return self.engine.elapsed_s
 
-    def check_tokens(self) -> None:
-        """Restore once and compare tokens with the answer from the GPU's own cache.
+    def restores_same_tokens(self) -> bool:
+        """Restore once; return whether tokens are those from the GPU's own cache.
 
         Raises:
-            AssertionError: They differ, or less was restored than is stored.
+            AssertionError: Less was restored than is stored; or ours says other tokens.
         """
         self.forget()
         tokens = self.generate(self.prompt, COMPARED_TOKENS)
         if self.cached < self.shape.hit_tokens:
             raise AssertionError(f"{self.name}: {self.cached} tokens hit, not all")
-        if tokens != self.reference:
+        same = tokens == self.reference
+        if not same and self.kind in ADP:
             raise AssertionError(f"{self.name}: {tokens} after a restore, {self.reference} before")
+        return same
 
     def check_zeros_are_seen(self) -> None:
         """Restore zeros: the tokens must change, or comparing them proves nothing."""

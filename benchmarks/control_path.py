@@ -26,6 +26,7 @@ from adp_kv.sdk.rank_client import RESTORE, SAVE_REST, RankClient, declare
 from adp_kv.transfer.base import Mark, Mover, SliceCopy, Ticket
 from adp_kv.transfer.plan import RESTORE as THRESHOLDS
 from adp_kv.transfer.plan import Limits, make_plan
+from adp_kv.transfer.settings import MoverSettings
 from adp_kv.units import GiB, KiB, MiB
 from adp_kv.wire.messages import PROTOCOL_VERSION, CacheDecl, Hello
 from benchmarks._engines import Usage, cpu_usage
@@ -34,7 +35,7 @@ from gateway.config import Settings
 from tests.support.gateways import Gateway
 from tests.support.process import wait_until
 
-CODE = ("adp_kv/sdk", "adp_kv/wire", "adp_kv/layout", "adp_kv/transfer/plan.py", "gateway")
+CODE = ("adp_kv/sdk", "adp_kv/wire", "adp_kv/layout", "adp_kv/transfer", "gateway")
 OBJECT_BYTES = 4 * KiB
 LINK = 55e9
 TIMEOUT_S = 60.0
@@ -76,13 +77,16 @@ class PlanningMover(Mover):
 
     def register_ring(self, address: int, num_bytes: int) -> None:
         borders = np.arange(address + GiB, address + num_bytes, GiB, dtype=np.int64)
-        self._limits = Limits(borders, 16 * MiB, 1 << 15, has_batch=True)
+        s = MoverSettings()
+        staging = s.staging_bytes // s.staging_buffers
+        self._limits = Limits(borders, staging, s.direct_bytes, s.max_pages, has_batch=True)
 
     def mark(self) -> Mark:
         return Mark
 
     def restore(self, copy: SliceCopy, after: Mark | None) -> Ticket:
-        make_plan(copy, self._limits, THRESHOLDS)
+        for _piece in make_plan(copy, self._limits, THRESHOLDS).pieces():
+            pass
         return Ended()
 
     def save(self, copy: SliceCopy, after: Mark | None) -> Ticket:
@@ -135,7 +139,9 @@ class Rig:
             hello, self.caches, PlanningMover(), 0, self.gateway.address, 10.0, 10.0
         )
         self.client.start()
-        assert self.client.wait_settled(), self.client.off_reason
+        if not self.client.wait_settled():
+            self.gateway.close()
+            raise AssertionError(self.client.off_reason)
 
     def hello(self, rank: int, caches: list[CacheDecl]) -> Hello:
         """Return the Hello of a rank, or of the scheduler side."""

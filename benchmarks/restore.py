@@ -47,6 +47,7 @@ class Times:
     """Seconds to the first token, a value a round.
 
     Attributes:
+        same_tokens: whether a restored prompt led to those of the GPU's own cache.
         stages: seconds after which a restore of ours passed each stage, a value a round.
         counted: what our gateway counted during the rounds; cpu: what it used.
     """
@@ -55,6 +56,7 @@ class Times:
     hit_s: list[float] = field(default_factory=list)
     stages: dict[str, list[float]] = field(default_factory=dict)
     counted: dict[str, int] = field(default_factory=dict)
+    same_tokens: bool = False
     cpu: _engines.Usage | None = None
 
     @property
@@ -68,7 +70,8 @@ def measure(field_: Field, repeats: int) -> dict[str, Times]:
     times = {c.name: Times() for c in field_.contenders}
     for contender in list(field_.contenders):
         if contender.kind != PLAIN:
-            field_.attempt(contender, contender.check_tokens)
+            same = field_.attempt(contender, contender.restores_same_tokens)
+            times[contender.name].same_tokens = bool(same)
         if contender.kind in ADP:
             field_.attempt(contender, partial(contender.engine.rpc, "adp_watch"))
     for round_number in range(repeats):
@@ -126,6 +129,8 @@ def add_rows(results: Results, shape: Shape, times: dict[str, Times], link: floa
     baseline = theirs.median_s if theirs else None
     for kind, one in by_kind.items():
         _add_restored(results, f"{prefix}.{kind}", one, at_link_s, link, baseline)
+        same = float(one.same_tokens)
+        results.add(f"{prefix}.{kind}.same_tokens", same, "of 1", better="higher", target=1.0)
         if plain is not None:
             # What a restore adds to an answer from the GPU's own cache.
             added = (one.median_s - statistics.median(plain.hit_s)) / at_link_s

@@ -29,8 +29,6 @@ CODE = ("adp_kv/connector", "adp_kv/sdk", "adp_kv/transfer", "adp_kv/kernels", "
 PREFILL_TARGET = 3.0
 DECODE_TARGET = 1.0
 RUN_TIMEOUT_S = 300.0
-# Full graphs for decode without torch.compile, which would take a minute to start.
-GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +131,7 @@ def contenders_for(
     arguments = {"max_num_seqs": max(load.num_prompts for load in loads)}
     arguments["max_model_len"] = longest + 16
     if setup.device == "cuda":
-        arguments |= {"enforce_eager": False, "compilation_config": GRAPHS}
+        arguments |= {"enforce_eager": False, "compilation_config": _engines.GRAPHS}
     # Both may hit nothing: every prompt is new, and what is left of the last round goes.
     setup = replace(setup, card=card)
     return [Contender(kind, shape, setup, arguments) for kind in (PLAIN, MEMORY)]

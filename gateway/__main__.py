@@ -10,12 +10,15 @@ from adp_kv.errors import AdpError
 from gateway.cards.registry import create_card
 from gateway.config import load
 from gateway.server import Server
+from gateway.streaming import restart_for_copies
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the gateway; return 0 after a signal, 2 if it can't start."""
     try:
         settings = load(sys.argv[1:] if arguments is None else arguments)
+        if arguments is None:
+            restart_for_copies(settings.card)
         logging.basicConfig(
             level=settings.log_level,
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",

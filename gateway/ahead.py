@@ -116,8 +116,8 @@ class ReadAhead:
         for shelf in [s for s in self._shelves if s.wish == number]:
             self._drop(shelf)
 
-    def end(self) -> None:
-        """Begin no further shelf."""
+    def stop(self) -> None:
+        """Begin nothing more: the session has ended."""
         self._wishes.clear()
 
     def on_get(self, chunks: KeyArray) -> None:

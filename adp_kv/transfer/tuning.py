@@ -1,11 +1,15 @@
 """Measure on this device from which size on one way is faster than another.
 
-    ways of a size, forced one after the other ──► speeds ──► Thresholds ──► cache folder
+    ways of a size, forced turn by turn ──► ratios of their times ──► Thresholds ──► cache folder
 
 A threshold is the smallest size from which a way is at least as fast at every larger size that
-was measured. What was not measured before the budget was spent keeps its default, and is not
-cached: it is measured at the next start. Owning thread: the one that opens the mover, before any
-transfer. Failure scope: none; an error leaves the defaults, with one line in the log.
+was measured; transfers are queued one behind the other, as the layers of a restore are. A host
+that others use is not the same from one moment to the next: times are compared in pairs, and a
+default only gives way to a clear difference. What was not measured before the budget was spent
+keeps its default, and is not cached: it is measured at the next start.
+
+Owning thread: the one that opens the mover, before any transfer. Failure scope: none; an error
+leaves the defaults, with one line in the log.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +28,7 @@ import msgspec
 import numpy as np
 
 from adp_kv.errors import TransferError
-from adp_kv.transfer.base import SliceCopy, Ticket
+from adp_kv.transfer.base import Mark, SliceCopy, Ticket
 from adp_kv.transfer.plan import NEVER, RESTORE, SAVE, Thresholds, Way
 from adp_kv.units import KiB, MiB
 
@@ -33,19 +38,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Of a cached result; another one is measured anew."""
 BUDGET_S = 1.0
 RING_BYTES = 64 * MiB
 TOTAL_BYTES = 32 * MiB
 _DEADLINE_S = 5.0
 _REPEATS = 3
-_IN_FLIGHT = 2
+_CLEAR = 1.07
+"""A ratio of times that is not noise."""
 _PAGE_BYTES = 8 * KiB
 
 Kind: TypeAlias = Literal["staged", "strided", "batch"]
-Measure: TypeAlias = Callable[[bool, Kind, int, Way], float]
-"""Return the seconds of a transfer: to the device or from it, kind, size, way.
+Measure: TypeAlias = Callable[[bool, Kind, int], float]
+"""Return the time of a kind's way over the kernel's: to the device or from it, kind, size.
 
 Raises TimeoutError when the budget is spent.
 """
@@ -93,9 +99,9 @@ def measure_thresholds(measure: Measure, kinds: Sequence[Kind]) -> tuple[Tuned, 
     try:
         for to_device in (True, False):
             for kind in kinds:
+                default = getattr(RESTORE if to_device else SAVE, kind)
                 faster = [
-                    measure(to_device, kind, size, _RIVAL[kind])
-                    <= measure(to_device, kind, size, Way.DIRECT)
+                    measure(to_device, kind, size) <= (_CLEAR if size >= default else 1 / _CLEAR)
                     for size in SIZES[kind]
                 ]
                 found[to_device][kind] = crossover(SIZES[kind], faster)
@@ -124,7 +130,7 @@ def tune(mover: CudaMover, device: TorchDevice, folder: Path, *, has_batch: bool
     kinds: list[Kind] = ["staged", "strided", *(["batch"] if has_batch else [])]  # type: ignore[list-item]
     try:
         with _Rig(mover, device, began + BUDGET_S) as rig:
-            tuned, result = measure_thresholds(rig.seconds, kinds)
+            tuned, result = measure_thresholds(rig.ratio, kinds)
     except (TransferError, RuntimeError, OSError) as error:
         logger.warning("transfers use default thresholds: measuring failed: %s", error)
         mover.use(RESTORE, SAVE)
@@ -155,21 +161,33 @@ class _Rig:
     def __exit__(self, *_: object) -> None:
         self._mover.release_ring()
 
-    def seconds(self, to_device: bool, kind: Kind, size: int, way: Way) -> float:  # noqa: FBT001
-        """Return the best of a few runs (see Measure)."""
-        forced = (replace(RESTORE, force=way), replace(SAVE, force=way))
-        self._mover.use(*forced)
+    def ratio(self, to_device: bool, kind: Kind, size: int) -> float:  # noqa: FBT001
+        """Return the median of a few rounds (see Measure); the first is not counted."""
         move = self._mover.restore if to_device else self._mover.save
         copy = self._copy(kind, size)
-        count = 1 if kind == "staged" else _IN_FLIGHT
-        best = float("inf")
-        for _ in range(_REPEATS):
-            began = time.monotonic()
-            if began > self._end:
-                raise TimeoutError
-            _wait([move(copy, None) for _ in range(count)][-1], began + _DEADLINE_S)
-            best = min(best, time.monotonic() - began)
-        return best
+        count = max(2, TOTAL_BYTES // copy.total_bytes)
+        ratios = []
+        for _ in range(1 + _REPEATS):
+            ours, kernel = (
+                self._seconds(move, copy, count, way) for way in (_RIVAL[kind], Way.DIRECT)
+            )
+            ratios.append(ours / kernel)
+        return statistics.median(ratios[1:])
+
+    def _seconds(
+        self,
+        move: Callable[[SliceCopy, Mark | None], Ticket],
+        copy: SliceCopy,
+        count: int,
+        way: Way,
+    ) -> float:
+        began = time.monotonic()
+        if began > self._end:
+            raise TimeoutError
+        self._mover.use(replace(RESTORE, force=way), replace(SAVE, force=way))
+        last = [move(copy, None) for _ in range(count)][-1]
+        _wait(last, began + _DEADLINE_S)
+        return time.monotonic() - began
 
     def _copy(self, kind: Kind, size: int) -> SliceCopy:
         if kind == "staged":

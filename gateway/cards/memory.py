@@ -55,7 +55,7 @@ _STRIDE_ALIGNMENT: Final = 64  # cache line
 _CLOSE_TIMEOUT_S: Final = 30.0
 _MADV_POPULATE_WRITE: Final = 23  # not in Python's mmap yet
 _MIN_SHARE_BYTES: Final = 1 * MiB  # less is not worth waking another thread
-_MAX_COPY_THREADS: Final = 8
+_MAX_COPY_THREADS: Final = 16
 
 _memmove: Final = ctypes.CDLL(None).memmove
 _memmove.restype = None
@@ -69,7 +69,7 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         capacity_bytes: memory for values, all databases together.
         max_value_bytes: the longest value; every value takes this much.
         num_databases: independent key spaces; they share the capacity evenly.
-        copy_threads: threads that copy; 0: half of the cores, at most 8.
+        copy_threads: threads that copy; 0: three quarters of the cores, at most 16.
         verify: check a checksum on every read, as a card on a device does.
         prefault: touch all memory in open(), so that first writes run at full speed.
     """
@@ -105,7 +105,7 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def num_copiers(self) -> int:
         """Threads that copy."""
         cores = len(os.sched_getaffinity(0))
-        return self.copy_threads or max(1, min(_MAX_COPY_THREADS, cores // 2))
+        return self.copy_threads or max(1, min(_MAX_COPY_THREADS, cores * 3 // 4))
 
     @property
     def slots_per_database(self) -> int:

@@ -107,6 +107,30 @@ def test_rings_fit_the_shared_memory(monkeypatch, capsys):
     assert "2.0 GiB" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", ["memory", "offloading"])
+def test_other_tokens_after_a_restore_are_noted_and_ours_are_an_error(tmp_path, kind):
+    one = _engines.Contender(kind, SHAPES["60k"], _engines.Setup("cuda", tmp_path))
+    one.forget = lambda: None
+    one.reference = [1, 2]
+
+    def generate(prompt, max_tokens=1):
+        one.cached = cached
+        return tokens
+
+    one.generate = generate
+    tokens, cached = [1, 2], one.shape.hit_tokens
+    assert one.restores_same_tokens()
+    tokens = [1, 3]
+    if kind == "memory":
+        with pytest.raises(AssertionError, match="after a restore"):
+            one.restores_same_tokens()
+    else:
+        assert not one.restores_same_tokens()
+    cached -= 1
+    with pytest.raises(AssertionError, match="not all"):
+        one.restores_same_tokens()
+
+
 def test_cpu_usage_grows_with_work():
     before = _engines.cpu_usage(os.getpid())
     sum(i * i for i in range(2_000_000))

@@ -28,14 +28,14 @@ VALID = [
         Hello(1, "x", "another", 0, 2, bytes(16), [], 1),
         Attached(3),
         Lookup(1, bytes(32)),
+        Ahead(1, bytes(32)),
+        Forget(1),
         Get(5, [0, 1], bytes(32)),
         Put(6, 2, [0], bytes(32)),
         Release(5, 0, ok=True),
         Ping(NO_SLOT),
         StatsRequest(),
         Inspect(7, bytes(16)),
-        Ahead(8, bytes(32)),
-        Forget(8),
     )
 ]
 
@@ -59,6 +59,8 @@ def meaningless(rng, _valid):
         Put(numbers[0], numbers[1], caches, keys),
         Release(numbers[0], numbers[1], ok=rng.random() < 0.5),
         Lookup(numbers[0], keys),
+        Ahead(numbers[0], keys),
+        Forget(numbers[0]),
         Attached(numbers[0]),
     ]
     return [encode(rng.choice(messages))]

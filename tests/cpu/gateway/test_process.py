@@ -1,10 +1,13 @@
 """The gateway as a process: signals, a taken address, and what is left behind."""
 
 import os
+import platform
+import re
 import signal
 import stat
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -171,3 +174,33 @@ def test_stop_after_the_end_is_harmless():
         wait_until(lambda: not serving.alive, 5, "it has stopped")
         serving.server.stop()
     assert not [t for t in threading.enumerate() if t.name.startswith("adp-card")]
+
+
+def tunables(gateway):
+    """Return what glibc was told when this process last started; glibc cuts its string up."""
+    environ = Path(f"/proc/{gateway.child.pid}/environ").read_bytes().decode()
+    parts = re.split("[\0:]", environ.replace("GLIBC_TUNABLES=", "\0"))
+    return [part for part in parts if part.startswith("glibc.")]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="glibc has the setting on x86-64 only")
+def test_gateway_whose_card_copies_has_streaming_copies_and_keeps_what_was_given():
+    with Gateway.serve(**SMALL, env={"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}) as gateway:
+        given, streaming = tunables(gateway)
+        assert given == "glibc.malloc.perturb=0"
+        assert streaming == "glibc.cpu.x86_non_temporal_threshold=0x80000"
+        gateway.stop()
+
+
+def test_threshold_that_was_given_is_left_alone():
+    given = "glibc.cpu.x86_non_temporal_threshold=0x100000"
+    with Gateway.serve(**SMALL, env={"GLIBC_TUNABLES": given}) as gateway:
+        assert tunables(gateway) == [given]
+        gateway.stop()
+
+
+def test_gateway_whose_card_does_not_copy_starts_once(tmp_path):
+    options = {"path": tmp_path / "card", "capacity_bytes": "16MiB"}
+    with Gateway.serve(**SMALL | {"card": "slab", "card_options": options}) as gateway:
+        assert tunables(gateway) == []
+        gateway.stop()

@@ -253,6 +253,18 @@ def test_get_that_waits_for_slots_comes_before_the_next_shelf(make, monkeypatch)
     rig.serving.assert_idle()
 
 
+def test_ended_session_reads_nothing_more_ahead(make):
+    card = FaultyCard(memory_card())
+    rig = make(card, num_caches=3, batch_bytes=2 * SLOT)
+    card.faults = [Fault(ops=frozenset({Op.READ}), delay_s=0.2)]
+    rig.ahead(CHUNKS)
+    rig.wait("ahead_wishes", 1)
+    rig.rank.close("done")
+    ended = rig.serving.server._engine
+    wait_until(lambda: rig.serving.server._engine is not ended, 5, "the session is over")
+    assert rig.serving.rank(0).stats()["objects_read_ahead"] == 2
+
+
 def test_zero_bytes_read_nothing_ahead(make):
     rig = make(read_ahead_bytes=0)
     rig.ahead(CHUNKS)

@@ -1,5 +1,7 @@
 """Thresholds measured at start: crossovers, the budget, the cache, and the whole on a stand-in."""
 
+import functools
+
 import pytest
 
 from tests.support.fake_cuda import FakeDevice, FakeEvent
@@ -7,7 +9,7 @@ from tests.support.fake_cuda import FakeDevice, FakeEvent
 torch = pytest.importorskip("torch")
 from adp_kv.transfer import cuda_mover, tuning  # noqa: E402
 from adp_kv.transfer.copy_engine import CopyEngine  # noqa: E402
-from adp_kv.transfer.plan import NEVER, RESTORE, SAVE, Way  # noqa: E402
+from adp_kv.transfer.plan import NEVER, RESTORE, SAVE  # noqa: E402
 from adp_kv.transfer.registration import RingRegistration  # noqa: E402
 from adp_kv.transfer.settings import MoverSettings  # noqa: E402
 from adp_kv.units import KiB, MiB  # noqa: E402
@@ -26,17 +28,17 @@ def test_crossover_is_where_a_way_stays_faster(is_faster, found):
     assert tuning.crossover([1, 2, 4], is_faster) == found
 
 
-def machine_speeds(to_device, kind, size, way):
-    """Seconds on a machine whose crossovers are known."""
+def machine_ratios(to_device, kind, size, *, clear=2.0):
+    """Ratios of times on a machine whose crossovers are known."""
     wins = {
         (True, "staged"): 4 * MiB, (True, "strided"): 32 * KiB, (True, "batch"): 128 * KiB,
         (False, "staged"): MiB, (False, "strided"): NEVER, (False, "batch"): 512 * KiB,
     }  # fmt: skip
-    return 1.0 if (way is not Way.DIRECT) == (size >= wins[to_device, kind]) else 2.0
+    return 1 / clear if size >= wins[to_device, kind] else clear
 
 
 def test_measured_thresholds_are_the_crossovers():
-    tuned, _ = tuning.measure_thresholds(machine_speeds, ["staged", "strided", "batch"])
+    tuned, _ = tuning.measure_thresholds(machine_ratios, ["staged", "strided", "batch"])
     assert (tuned.restore.staged, tuned.restore.strided) == (4 * MiB, 32 * KiB)
     assert (tuned.restore.batch, tuned.save.batch) == (128 * KiB, 512 * KiB)
     assert (tuned.save.staged, tuned.save.strided) == (MiB, NEVER)
@@ -44,11 +46,17 @@ def test_measured_thresholds_are_the_crossovers():
     assert tuned.is_complete
 
 
+def test_noise_does_not_move_a_default():
+    noisy = functools.partial(machine_ratios, clear=1.05)
+    tuned, _ = tuning.measure_thresholds(noisy, ["staged", "strided", "batch"])
+    assert (tuned.restore, tuned.save.staged) == (RESTORE, SAVE.staged)
+
+
 def test_what_the_budget_does_not_reach_keeps_its_default():
-    def measure(to_device, kind, size, way):
+    def measure(to_device, kind, size):
         if not to_device:
             raise TimeoutError
-        return machine_speeds(to_device, kind, size, way)
+        return machine_ratios(to_device, kind, size)
 
     tuned, _ = tuning.measure_thresholds(measure, ["staged", "strided", "batch"])
     assert tuned.restore.staged == 4 * MiB
@@ -95,7 +103,7 @@ def test_tuning_measures_once_and_is_cached_for_the_machine(small, tmp_path):
     assert b"another GPU" in path.read_bytes()
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"format": 1, "machine": 3}'])
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"format": 2, "machine": 3}'])
 def test_cache_that_is_damaged_is_measured_anew(small, tmp_path, content):
     device = FakeDevice()
     (tmp_path / "tuning-0.json").write_bytes(content)

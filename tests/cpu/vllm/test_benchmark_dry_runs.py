@@ -23,6 +23,7 @@ def test_restore_dry_run_writes_rows(tmp_path, capsys):
         assert rows[f"restore.60k.{kind}.first_token"] > 0
         assert rows[f"restore.60k.{kind}.requests"] == 4  # layers times ranks
         assert rows[f"restore.60k.{kind}.objects"] == 16
+        assert rows[f"restore.60k.{kind}.same_tokens"] == 1
         assert rows[f"restore.60k.{kind}.grants"] == 4
         assert rows[f"restore.60k.{kind}.gateway.main_thread"] > 0
         stages = [rows[f"restore.60k.{kind}.stage.{stage}"] for stage in STAGES]

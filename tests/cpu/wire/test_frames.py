@@ -21,14 +21,14 @@ TO_GATEWAY = [
     m.Hello(1, "0.1", "engine", 3, 8, bytes(16), [CACHE, CACHE], 77),
     m.Attached(1 << 63),
     m.Lookup(7, bytes(range(32))),
+    m.Ahead(8, bytes(range(32))),
+    m.Forget(8),
     m.Get(1 << 40, [0, 8, 16], bytes(48)),
     m.Put(2, 3, [1], bytes(16)),
     m.Release(2, 9, ok=False),
     m.Goodbye("the engine shut down"),
     m.StatsRequest(),
     m.Inspect(3, bytes(16)),
-    m.Ahead(4, bytes(32)),
-    m.Forget(4),
 ]
 TO_RANK = [
     m.Welcome("0.1", 5, "/dev/shm/x", 4096, 8, 512, "slab", 1.0, bytes(16)),
