@@ -19,10 +19,12 @@ import msgspec
 
 from adp_kv.errors import ConfigError
 from adp_kv.units import GiB, MiB
+from adp_kv.wire.curve import require_key
 from adp_kv.wire.messages import DEFAULT_PORT
 
 HELP = {
     "gateway": "ZeroMQ address of this engine's gateway: tcp://HOST:PORT or ipc:///PATH",
+    "key_file": "secret that both sides have, for a gateway on another host's address; empty: none",
     "chunk_size": "tokens of an object and of a hit, a multiple of the block size; 0: about 256",
     "key_namespace": "deployments with different names never read each other's objects",
     "nvlink_fanout": "MLA with TP: each rank copies a share of a layer, NVLink brings the rest",
@@ -31,6 +33,7 @@ HELP = {
     "connect_timeout_s": "how long the engine's start waits for the gateway and the other ranks",
     "gateway_required": "true: an engine whose gateway is not there at start does not start",
     "gateway_timeout_s": "a gateway silent for longer turns the external cache off",
+    "reconnect": "true: take up a gateway that was restarted; false: both restart together",
     "lookup_timeout_s": "a lookup unanswered for longer counts as no hit",
     "load_timeout_s": "a restore that takes longer is a failed load",
     "save_timeout_s": "a save that takes longer is dropped",
@@ -44,6 +47,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """Every setting with its default; HELP says what each does."""
 
     gateway: str = f"tcp://127.0.0.1:{DEFAULT_PORT}"
+    key_file: str = ""
     chunk_size: int = 0
     key_namespace: str = ""
     nvlink_fanout: bool = False
@@ -52,6 +56,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     connect_timeout_s: float = 60.0
     gateway_required: bool = False
     gateway_timeout_s: float = 10.0
+    reconnect: bool = False
     lookup_timeout_s: float = 0.5
     load_timeout_s: float = 15.0
     save_timeout_s: float = 60.0
@@ -64,6 +69,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             raise ConfigError(
                 f"gateway = {self.gateway!r}: expected tcp://HOST:PORT or ipc:///absolute/path"
             )
+        require_key("gateway", self.gateway, self.key_file)
         if self.nvlink_fanout:
             raise ConfigError("nvlink_fanout = true: not available in this release; remove it")
         if self.chunk_size < 0:
@@ -94,6 +100,11 @@ def connector_settings(extra_config: Mapping[str, Any]) -> ConnectorSettings:
         raise ConfigError(f"kv_connector_extra_config: {error}") from error
 
 
+def environment(name: str) -> str | None:
+    """Return a variable of the environment, None if it is not set."""
+    return os.environ.get(name)
+
+
 def cache_folder() -> Path:
     """Return where results of measurements are kept: XDG_CACHE_HOME or ~/.cache, adp_kv in it."""
     base = os.environ.get("XDG_CACHE_HOME")
@@ -102,4 +113,4 @@ def cache_folder() -> Path:
 
 def hash_seed() -> str | None:
     """Return PYTHONHASHSEED as it stands in the environment, None if it is not set."""
-    return os.environ.get("PYTHONHASHSEED")
+    return environment("PYTHONHASHSEED")

@@ -21,6 +21,7 @@ import msgspec
 
 from adp_kv.errors import ConfigError
 from adp_kv.units import GiB, MiB, format_bytes
+from adp_kv.wire.curve import require_key
 from adp_kv.wire.messages import DEFAULT_PORT
 
 FRAGMENT_SIZES = {"local": 261120, "remote": 131072}
@@ -36,6 +37,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 HELP = {
     "listen": "ZeroMQ address to serve: tcp://HOST:PORT or ipc:///PATH",
+    "key_file": "secret that both sides have; needed to listen on other than loopback or ipc",
     "ring_name": "makes /dev/shm/adp_kv-<ring_name>.ring; default: from the address",
     "shared_memory_size": "bytes of ring slots, half for reads and half for writes",
     "io_size": "largest object the ring is cut for; 0: what the engine declares",
@@ -52,6 +54,7 @@ HELP = {
     "job_deadline_s": "how long the saves of one step may take before they are forgotten",
     "liveness_s": "a rank silent for longer counts as dead",
     "heartbeat_s": "how often ranks are asked to ping",
+    "metrics": "HOST:PORT of Prometheus metrics and /healthz, such as 127.0.0.1:9464; empty: none",
     "log_level": "DEBUG, INFO, WARNING or ERROR",
 }
 
@@ -60,6 +63,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Every setting of the gateway with its default; HELP says what each does."""
 
     listen: str = f"tcp://127.0.0.1:{DEFAULT_PORT}"
+    key_file: str = ""
     ring_name: str = ""
     shared_memory_size: int = 6 * GiB
     io_size: int = 0
@@ -74,6 +78,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     job_deadline_s: float = 120.0
     liveness_s: float = 60.0
     heartbeat_s: float = 1.0
+    metrics: str = ""
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
@@ -81,12 +86,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             raise ConfigError(
                 f"listen = {self.listen!r}: expected tcp://HOST:PORT or ipc:///absolute/path"
             )
+        require_key("listen", self.listen, self.key_file)
         if self.ring_name and not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", self.ring_name):
             raise ConfigError(f"ring_name = {self.ring_name!r}: letters, digits, '_', '.', '-'")
         if self.placement not in FRAGMENT_SIZES:
             raise ConfigError(f"placement = {self.placement!r}: expected local or remote")
         if self.log_level not in {"DEBUG", "INFO", "WARNING", "ERROR"}:
             raise ConfigError(f"log_level = {self.log_level!r}: DEBUG, INFO, WARNING or ERROR")
+        if self.metrics and not re.fullmatch(r"(\[[0-9a-f:]+\]|[^:/\s]+):\d{1,5}", self.metrics):
+            raise ConfigError(f"metrics = {self.metrics!r}: expected HOST:PORT")
         for name, low in _LOWEST.items():
             if not getattr(self, name) >= low:  # nan is not
                 raise ConfigError(f"{name} = {getattr(self, name)}: at least {low}")
@@ -183,11 +191,21 @@ def _build(given: Mapping[str, Any]) -> Settings:
 def _from_file(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            return tomllib.load(file)
+            found = tomllib.load(file)
     except OSError as error:
         raise ConfigError(str(error.strerror)) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(str(error)) from error
+    options = found.get("card_options")
+    if isinstance(options, dict):
+        found["card_options"] = {name: _sized(value) for name, value in options.items()}
+    return found
+
+
+def _sized(value: object) -> object:
+    """Return bytes where text is a number with a unit, as the command line would take it."""
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    return value if match is None or not match[2] else _value(match[0].strip())
 
 
 def _from_flags(flags: Mapping[str, Any], options: Sequence[str]) -> dict[str, Any]:

@@ -255,11 +255,30 @@ class Engine:
         self.ended = reason
         log.warning("engine %s: session ended: %s", self.session.engine, reason)
         self._counters.add("sessions_ended")
+        for table in (self._gets, self._puts):
+            if table is not None:
+                table.abandon()
         for member in self.session.members.values():
             self._deliver(member.identity, Goodbye(reason))
-        if self._gets is not None:
-            self._gets.ahead.stop()
         self._ring.withdraw()
+
+    def gauges(self) -> dict[str, float]:
+        """Return what is the case now, by metric (gateway/metrics.py)."""
+        now: dict[str, float] = {
+            "engine_active": self._welcome is not None and self.ended is None,
+            "ranks": sum(rank != SCHEDULER_RANK for rank in self.session.members),
+            "ranks_expected": self.session.world_size,
+        }
+        if self._welcome is not None:
+            now["io_size_bytes"] = self._welcome.io_size
+        for table in (self._gets, self._puts):
+            if table is not None:
+                now[f"ring_slots:{table.kind}"] = table.num_slots
+                now[f"ring_slots_free:{table.kind}"] = table.num_free_slots
+                now[f"requests_open:{table.kind}"] = table.num_requests
+        if self._puts is not None:
+            now["jobs_open"] = self._puts.num_jobs
+        return now
 
     @property
     def drained(self) -> bool:

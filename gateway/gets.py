@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 from adp_kv.units import MiB
 from gateway.ahead import Match, ReadAhead
 from gateway.cards.base import StatusArray
-from gateway.requests import Context, Request, RequestTable, SlotBatch, ignore
+from gateway.requests import (
+    Context,
+    Request,
+    RequestTable,
+    SlotBatch,
+    count_failures,
+    ignore,
+)
 
 FIRST_BATCH_BYTES = 16 * MiB
 
@@ -97,6 +104,7 @@ class GetTable(RequestTable):
         good = status == 0
         self._ctx.counters.add("objects_read", int(good.sum()))
         self._ctx.counters.add("bytes_read", int(request.lengths[batch.span][good].sum()))
+        count_failures(self._ctx.counters, "objects_missed", status)
         if not good.all():
             self._withdraw(request, batch.first + np.flatnonzero(~good))
         if request.failed:
@@ -107,7 +115,6 @@ class GetTable(RequestTable):
 
     def _withdraw(self, request: Request, objects: NDArray[np.int64]) -> None:
         chunks = np.unique(request.chunks[request.chunk_of(objects)], axis=0)
-        self._ctx.counters.add("objects_missed", len(objects))
         self._ctx.counters.add("commits_withdrawn", len(chunks))
         self._ctx.store.uncommit(chunks, ignore)
 
@@ -121,6 +128,14 @@ class GetTable(RequestTable):
 
     def _on_released(self, request: Request, batch: SlotBatch) -> None:
         self._drop(request, batch)
+
+    def abandon(self) -> None:
+        """As for every table; nothing more is read ahead."""
+        self.ahead.stop()
+        super().abandon()
+
+    def _on_abandoned(self, batch: SlotBatch) -> None:
+        """Its objects were read and are counted."""
 
     def tick(self) -> None:
         """As for every table; what was read ahead and nobody came for is dropped."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adp_kv.errors import CardError
+from adp_kv.metrics import Histogram
 from adp_kv.wire.keys import KeyArray, commit_keys, fragment_keys, whole_keys
 from gateway.cards.base import Batch, Card, Op, Status, StatusArray
 
@@ -48,6 +50,8 @@ _Fragments: TypeAlias = tuple[
 class _Pending:
     """A batch under way; starts: each object's first fragment, None if objects are whole."""
 
+    op: Op
+    began: float
     num_entries: int
     starts: NDArray[np.int64] | None
     then: Then
@@ -59,6 +63,10 @@ class ObjectStore:
     Args:
         card: opened here, closed by close().
         fragment_size: longest fragment in bytes; lowered to what the card takes.
+
+    Attributes:
+        num_inflight: batches the card has not answered.
+        durations: of batches by operation, from submit to the main thread's taking note.
     """
 
     def __init__(self, card: Card, fragment_size: int) -> None:
@@ -68,6 +76,7 @@ class ObjectStore:
         # Whole alignments, since the next fragment begins where one ends.
         self.fragment_size = max(longest - longest % limits.alignment_bytes, limits.alignment_bytes)
         self.num_inflight = 0
+        self.durations = {op: Histogram() for op in Op}
         self.wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._num_databases = limits.num_databases
         self._next_token = 1
@@ -95,6 +104,7 @@ class ObjectStore:
                 log.error("the card answered batch %d, which is not under way", token)
                 continue
             self.num_inflight -= 1
+            self.durations[pending.op].observe(time.monotonic() - pending.began)
             if status.shape != (pending.num_entries,):
                 log.error("the card gave %s answers for %d", status.shape, pending.num_entries)
                 status = np.full(pending.num_entries, Status.IO_ERROR, dtype=np.uint8)
@@ -197,7 +207,7 @@ class ObjectStore:
 
     def _submit(self, batch: Batch, starts: NDArray[np.int64] | None, then: Then) -> None:
         num_entries = len(batch.databases)
-        self._pending[batch.token] = _Pending(num_entries, starts, then)
+        self._pending[batch.token] = _Pending(batch.op, time.monotonic(), num_entries, starts, then)
         self._next_token += 1
         self.num_inflight += 1
         try:

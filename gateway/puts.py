@@ -23,7 +23,7 @@ from adp_kv.errors import WireError
 from adp_kv.wire.keys import KeyArray
 from adp_kv.wire.messages import NO_SLOT, Put
 from gateway.cards.base import StatusArray
-from gateway.requests import Context, Request, RequestTable, SlotBatch
+from gateway.requests import Context, Request, RequestTable, SlotBatch, count_failures
 
 
 @dataclass(slots=True)
@@ -112,6 +112,7 @@ class PutTable(RequestTable):
             if taken is None:
                 return False
             slots[wanted] = taken
+        self._ctx.counters.add("objects_skipped", count - int(wanted.sum()))
         batch = SlotBatch(first, slots)
         request.batches[first] = batch
         request.num_started += count
@@ -140,13 +141,16 @@ class PutTable(RequestTable):
         good = status == 0
         self._ctx.counters.add("objects_written", int(good.sum()))
         self._ctx.counters.add("bytes_written", int(request.lengths[objects[good]].sum()))
-        self._ctx.counters.add("objects_not_written", int((~good).sum()))
+        count_failures(self._ctx.counters, "objects_not_written", status)
         batch.status = status
         job = self._jobs.get(_put_of(request).job)
         if job is not None:
             np.add.at(job.num_written, request.chunk_of(objects[good]), 1)
         self._drop(request, batch)
         self.pump()
+
+    def _on_abandoned(self, batch: SlotBatch) -> None:
+        self._ctx.counters.add("put_objects_given_up", int(batch.wanted.sum()))
 
     def _on_end(self, request: Request) -> None:
         put = _put_of(request)

@@ -28,7 +28,7 @@ from adp_kv.units import ceil_div
 from adp_kv.wire.frames import pack_slots
 from adp_kv.wire.keys import KeyArray, object_keys, unpack_keys
 from adp_kv.wire.messages import NO_SLOT, Failed, Get, Granted, Put, Release, ToRank
-from gateway.cards.base import StatusArray
+from gateway.cards.base import Status, StatusArray
 from gateway.counters import Counters
 from gateway.objects import ObjectStore
 from gateway.session import Session
@@ -73,6 +73,7 @@ class Request:
     chunks: KeyArray
     objects: KeyArray
     lengths: NDArray[np.int64]
+    opened_at: float
     deadline: float
     arrived: set[int] = field(default_factory=set)
     num_started: int = 0
@@ -137,6 +138,11 @@ class RequestTable(ABC):
         self._failed_early: dict[int, FailedEarly] = {}
 
     @property
+    def num_slots(self) -> int:
+        """Slots of this direction."""
+        return self._slots.num_slots
+
+    @property
     def num_free_slots(self) -> int:
         """Slots of this direction that nobody holds."""
         return self._slots.num_free
@@ -168,6 +174,7 @@ class RequestTable(ABC):
             return
         request.arrived.add(rank)
         if request.all_arrived:
+            self._observe("ranks", request.opened_at)
             self._on_complete(request)
         self.pump()
 
@@ -193,18 +200,24 @@ class RequestTable(ABC):
             )
         caches = self._ctx.session.caches
         sizes = [caches[c].object_bytes for c in message.caches]
+        now = self._ctx.clock()
         request = Request(
             message=message,
             group=group,
             chunks=chunks,
             objects=object_keys(chunks, message.caches),
             lengths=np.repeat(np.array(sizes, dtype=np.int64), len(chunks)),
-            deadline=self._ctx.clock() + self._ctx.rank_deadline_s,
+            opened_at=now,
+            deadline=now + self._ctx.rank_deadline_s,
         )
         self._on_open(request)
         self._requests[message.seq] = request
         self._ctx.counters.add(f"{self.kind}s")
+        self._ctx.counters.add(f"{self.kind}_objects", len(request.objects))
         return request
+
+    def _observe(self, phase: str, since: float) -> None:
+        self._ctx.counters.observe(f"{self.kind}:{phase}", self._ctx.clock() - since)
 
     def _disagree(self, request: Request, rank: int) -> None:
         first = min(request.arrived)
@@ -249,6 +262,7 @@ class RequestTable(ABC):
         batch.released.add(rank)
         batch.refused |= not release.ok
         if len(batch.released) == len(request.group):
+            self._observe("copy", batch.granted_at)
             self._on_released(request, batch)
             self.pump()
         return True
@@ -259,8 +273,27 @@ class RequestTable(ABC):
         self._slots.free(batch.slots[batch.wanted])
         started_all = request.failed or request.num_started == len(request.objects)
         if started_all and not request.batches:
-            self._requests.pop(request.seq, None)
-            self._on_end(request)
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        if self._requests.pop(request.seq, None) is None:
+            return
+        given_up = len(request.objects) - request.num_started
+        self._ctx.counters.add(f"{self.kind}_objects_given_up", given_up)
+        self._observe("total", request.opened_at)
+        self._on_end(request)
+
+    def abandon(self) -> None:
+        """The session has ended: nothing starts any more, what the card still does is counted."""
+        for request in list(self._requests.values()):
+            request.failed = True
+            for batch in list(request.batches.values()):
+                if batch.granted_at is not None and len(batch.released) < len(request.group):
+                    # Its slots stay taken: they go with the ring.
+                    self._on_abandoned(batch)
+                    del request.batches[batch.first]
+            if not request.batches:
+                self._end(request)
 
     def _fail(self, request: Request, reason: str) -> None:
         if request.failed:
@@ -276,8 +309,8 @@ class RequestTable(ABC):
         for batch in list(request.batches.values()):
             if batch.granted_at is None and batch.status is not None:
                 self._drop(request, batch)
-        if not request.batches and self._requests.pop(request.seq, None) is not None:
-            self._on_end(request)
+        if not request.batches:
+            self._end(request)
 
     def tick(self) -> None:
         """Fail what a rank stayed away from, and serve what waits."""
@@ -325,8 +358,21 @@ class RequestTable(ABC):
         """Handle the last rank's release of a batch."""
 
     @abstractmethod
+    def _on_abandoned(self, batch: SlotBatch) -> None:
+        """Handle a batch that ranks held when the session ended."""
+
+    @abstractmethod
     def _on_end(self, request: Request) -> None:
         """Handle the end of a request, failed or not."""
+
+
+def count_failures(counters: Counters, name: str, status: StatusArray) -> None:
+    """Count entries that are not OK under name, and by reason under name:reason."""
+    codes, counts = np.unique(status[status != 0], return_counts=True)
+    for code, count in zip(codes.tolist(), counts.tolist(), strict=True):
+        reason = Status(code).name.lower() if code in set(Status) else "unknown"
+        counters.add(name, count)
+        counters.add(f"{name}:{reason}", count)
 
 
 def ignore(_status: StatusArray) -> None:

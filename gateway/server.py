@@ -24,9 +24,12 @@ from pathlib import Path
 
 import zmq
 
+from adp_kv import __version__
 from adp_kv.errors import AdpError, ConfigError, RingError, WireError
 from adp_kv.ring.region import RingFile, ring_path, sweep
+from adp_kv.wire.curve import CurveKeys, read_keys
 from adp_kv.wire.frames import MAX_MESSAGE_BYTES, decode_at_gateway, encode
+from adp_kv.wire.keys import unpack_keys
 from adp_kv.wire.messages import (
     Ahead,
     Attached,
@@ -35,7 +38,9 @@ from adp_kv.wire.messages import (
     Get,
     Goodbye,
     Hello,
+    Inspect,
     Lookup,
+    LookupReply,
     Ping,
     Pong,
     Put,
@@ -46,10 +51,13 @@ from adp_kv.wire.messages import (
     ToGateway,
     ToRank,
 )
-from gateway.cards.base import Card
+from gateway.cards.base import Card, StatusArray
 from gateway.config import Settings
 from gateway.counters import Counters
 from gateway.engine import Engine
+from gateway.gatekeeper import Gatekeeper
+from gateway.metrics import ZEROS, Snapshot, histogram_name
+from gateway.metrics_http import MetricsServer
 from gateway.objects import ObjectStore
 from gateway.session import check_hello
 
@@ -84,32 +92,42 @@ class Server:
         self._counters = Counters()
         self._engine: Engine | None = None
         self._ring: RingFile | None = None
+        self._metrics: MetricsServer | None = None
         self._running = True
         self._next_tick = clock()
+        keys = read_keys(settings.key_file)
         self._context = zmq.Context()
-        self._socket = self._bind()
+        self._gatekeeper = None if keys is None else Gatekeeper(self._context, keys)
+        self._socket = self._bind(keys)
         try:
             sweep(ring_path(settings.effective_ring_name))
             self._ring = self._reserve()
+            if settings.metrics:
+                self._metrics = MetricsServer(settings.metrics, clock)
             self._store = ObjectStore(card, settings.effective_fragment_size)
         except BaseException:
             if self._ring is not None:
                 self._ring.close()
+            if self._metrics is not None:
+                self._metrics.close()
             self._close_socket()
             raise
         self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def _bind(self) -> zmq.Socket[bytes]:
+    def _bind(self, keys: CurveKeys | None) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         router.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
         router.setsockopt(zmq.LINGER, 200)
+        if keys is not None:
+            keys.protect_server(router)
         try:
             _refuse_taken_path(self._settings.listen)
             router.bind(self._settings.listen)
         except (OSError, zmq.ZMQError) as error:
             router.close(0)
+            self._close_gate()
             self._context.term()
             raise ConfigError(
                 f"listen = {self._settings.listen}: {error}; is another gateway running there? "
@@ -126,6 +144,27 @@ class Server:
         card = {f"card_{name}": value for name, value in self._store.card.stats().items()}
         return self._counters.snapshot() | card
 
+    def snapshot(self) -> Snapshot:
+        """Return all metrics as they are now; for the main thread."""
+        values: dict[str, float] = {**ZEROS, **self.counters}
+        if self._gatekeeper is not None:
+            values["peers_refused"] = self._gatekeeper.num_refused
+        values["card_batches_open"] = self._store.num_inflight
+        values["engine_active"] = 0
+        if self._engine is not None:
+            values |= self._engine.gauges()
+        durations = {histogram_name(n): h for n, h in self._counters.durations().items()}
+        for op, histogram in self._store.durations.items():
+            durations[f"card_seconds:{op.name.lower()}"] = histogram.copy()
+        for database, histogram in self._store.card.latencies().items():
+            durations[f"card_database_seconds:{database}"] = histogram
+        return Snapshot({"release": __version__, "card": self._settings.card}, values, durations)
+
+    @property
+    def metrics_port(self) -> int:
+        """The port of the metrics, 0 if they are off."""
+        return 0 if self._metrics is None else self._metrics.port
+
     def stop(self) -> None:
         """Let serve() return; safe from a signal handler or another thread."""
         self._running = False
@@ -138,6 +177,8 @@ class Server:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._store.wakeup_fd, zmq.POLLIN)
         poller.register(self._stop_fd, zmq.POLLIN)
+        if self._gatekeeper is not None:
+            poller.register(self._gatekeeper.socket, zmq.POLLIN)
         log.info(
             "serving %s; card %s, fragment_size %d",
             self._settings.listen,
@@ -158,6 +199,8 @@ class Server:
             self._close()
 
     def _turn(self) -> None:
+        if self._gatekeeper is not None:
+            self._gatekeeper.answer()
         self._store.poll()
         for _ in range(MESSAGES_A_TURN):
             try:
@@ -187,6 +230,9 @@ class Server:
         if isinstance(message, StatsRequest):
             self._deliver(identity, StatsReply(self.counters))
             return
+        if isinstance(message, Inspect):
+            self._inspect(identity, message)
+            return
         engine = self._engine
         rank = None if engine is None else engine.rank_of(identity)
         if engine is None or rank is None or engine.ended is not None:
@@ -202,6 +248,16 @@ class Server:
             if isinstance(message, Get | Put):
                 self._deliver(identity, Failed(message.seq, str(error)))
             raise
+
+    def _inspect(self, identity: bytes, message: Inspect) -> None:
+        chunks = unpack_keys(message.chunks)
+        if not len(chunks):
+            raise WireError("a question names no chunk")
+
+        def then(status: StatusArray) -> None:
+            self._deliver(identity, LookupReply(message.request, (status == 0).tobytes()))
+
+        self._store.committed(chunks, then)
 
     def _dispatch(self, engine: Engine, identity: bytes, rank: int, message: ToGateway) -> None:
         if isinstance(message, Get | Put | Release):
@@ -270,6 +326,8 @@ class Server:
             self._engine = None
 
     def _tick(self) -> None:
+        if self._metrics is not None:
+            self._metrics.publish(self.snapshot())
         engine = self._engine
         if engine is not None:
             engine.tick()
@@ -291,6 +349,8 @@ class Server:
         return True
 
     def _close(self) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
         if self._engine is not None:
             self._engine.end("the gateway is shutting down")
         self._store.close()
@@ -302,8 +362,13 @@ class Server:
         os.close(self._stop_fd)
         self._stop_fd = -1
 
+    def _close_gate(self) -> None:
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+
     def _close_socket(self) -> None:
         self._socket.close()
+        self._close_gate()
         self._context.term()
         if self._settings.listen.startswith("ipc://"):
             Path(self._settings.listen.removeprefix("ipc://")).unlink(missing_ok=True)

@@ -14,9 +14,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
 from adp_kv.config import connector_settings
 from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata
 from adp_kv.connector.scheduler import SchedulerSide
+from adp_kv.connector.stats import AdpPromMetrics, AdpStats
 from adp_kv.connector.vllm_view import view_engine
 from adp_kv.connector.worker import WorkerSide
 from adp_kv.layout.fingerprint import digest
+from adp_kv.wire.curve import read_keys
 
 
 class AdpConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
@@ -26,6 +28,7 @@ class AdpConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         settings = connector_settings(extra)
+        read_keys(settings.key_file)  # a wrong one ends the start, not the cache later
         engine = view_engine(vllm_config, kv_cache_config, settings)
         namespace = digest(engine.facts)
         self._config = kv_cache_config
@@ -121,6 +124,30 @@ class AdpConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
     def build_connector_worker_meta(self) -> AdpWorkerMetadata | None:
         """Return this rank's report for the scheduler side."""
         return self.worker.take_report()
+
+    # Numbers, of either side
+
+    def get_kv_connector_stats(self) -> AdpStats | None:
+        """Return what this side has counted since it was last asked."""
+        side = self._worker or self._scheduler
+        told = None if side is None else side.take_stats()
+        return None if told is None else AdpStats(told)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> AdpStats:
+        """Return what vLLM carried to its front end as stats again."""
+        return AdpStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> AdpPromMetrics:
+        """Return the connector's families on vLLM's Prometheus endpoint."""
+        return AdpPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Scheduler side
 

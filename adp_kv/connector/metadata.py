@@ -63,6 +63,7 @@ class AdpWorkerMetadata(KVConnectorWorkerMetadata):
         failed_step: last step of which a restore failed on some rank, -1 for none.
         failed_requests: async restores that failed.
         off: some rank has turned the cache off.
+        off_sessions: which sessions (generations) those ranks were in.
     """
 
     saved_steps: dict[int, int] = field(default_factory=dict)
@@ -70,6 +71,7 @@ class AdpWorkerMetadata(KVConnectorWorkerMetadata):
     failed_step: int = -1
     failed_requests: set[str] = field(default_factory=set)
     off: bool = False
+    off_sessions: set[int] = field(default_factory=set)
 
     def aggregate(self, other: Any) -> AdpWorkerMetadata:
         """Add another rank's report to this one."""
@@ -79,4 +81,5 @@ class AdpWorkerMetadata(KVConnectorWorkerMetadata):
         self.failed_step = max(self.failed_step, other.failed_step)
         self.failed_requests |= other.failed_requests
         self.off |= other.off
+        self.off_sessions |= other.off_sessions
         return self

@@ -29,6 +29,7 @@ from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata, Chunks
 from adp_kv.connector.read_ahead import ReadAheadSide
 from adp_kv.connector.vllm_view import EngineView, adapter_folder, hashes_repeatable, root_hash
 from adp_kv.layout.fingerprint import digest, weights_fingerprint
+from adp_kv.metrics import Recorder
 from adp_kv.sdk.lookup import LookupClient, LookupTicket
 from adp_kv.sdk.loop import OFF_MESSAGE
 from adp_kv.wire.keys import KeyArray, chunk_keys
@@ -39,6 +40,7 @@ log = logging.getLogger("adp_kv")
 MAX_KNOWN_CHUNKS = 1 << 20
 IDLE_WAIT_S = 0.002
 SETTLE_S = 2.0
+RETRY_S = 2.0
 NORMAL_ENDS = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
 
 
@@ -126,8 +128,8 @@ class SchedulerSide:
         self._repeatable: bool | None = None
         self._ranks_off = False
         self._awaits_answer = False
-        self.counts: dict[str, int] = {}
-        hello = Hello(
+        self.stats = Recorder()
+        self._hello = Hello(
             version=PROTOCOL_VERSION,
             release=__version__,
             engine=engine.engine_id,
@@ -137,14 +139,44 @@ class SchedulerSide:
             caches=[],
             pid=0,
         )
-        self.client = LookupClient(
-            hello, engine.address, settings.gateway_timeout_s, settings.connect_timeout_s
-        )
+        self._retry_at = 0.0
+        self.client = self._open_client()
         self._ahead = ReadAheadSide(self.client, engine)
         self.client.start()
         # The ranks have joined, or given up: the Welcome comes at once, and the first
         # request need not wait for it.
         self.client.wait_settled(SETTLE_S)
+
+    def _open_client(self) -> LookupClient:
+        settings = self._settings
+        client = LookupClient(
+            self._hello,
+            self._engine.address,
+            settings.gateway_timeout_s,
+            settings.connect_timeout_s,
+        )
+        client.key_file = settings.key_file
+        return client
+
+    def _revive(self) -> None:
+        """With `reconnect`: once lookups are off, or a rank is, join whatever gateway comes.
+
+        The Welcome comes when every rank has joined again. What the last gateway said of
+        chunks is forgotten: the next one's card may be another.
+        """
+        now = time.monotonic()
+        if not self._settings.reconnect or not self.client.ended or now < self._retry_at:
+            return
+        self._retry_at = now + RETRY_S
+        self.client.close()
+        self.client = self._open_client()
+        self.client.again = True
+        self._ahead = ReadAheadSide(self.client, self._engine)
+        self._namespace, self._ranks_off = None, False
+        self._known.clear()
+        for state in self._states.values():
+            state.lookup = None
+        self.client.start()
 
     def bind_pool(self, pool: Any) -> None:
         """Take vLLM's block pool, for pins."""
@@ -168,12 +200,22 @@ class SchedulerSide:
                     OFF_MESSAGE,
                 )
                 return False
+            root = root_hash()
             facts = {
                 "engine": dict(self._engine.facts),
-                "root": root_hash(),
+                "root": root,
                 "geometry": self.client.welcome.geometry,
             }
             self._namespace = digest(facts)
+            log.info(
+                "keys of this engine, for adp-kv inspect: --namespace %s --root %s "
+                "--algorithm %s --hash-tokens %d --chunk-tokens %d",
+                self._namespace.hex(),
+                root.hex(),
+                self._engine.facts.get("hash"),
+                self._engine.hash_tokens,
+                self._engine.chunk_tokens,
+            )
         return True
 
     # Lookup and restore
@@ -189,6 +231,8 @@ class SchedulerSide:
         self._hash(state)
         if len(state.keys):
             state.lookup = self.client.ask(state.keys, self._settings.lookup_timeout_s)
+            self.stats.add("lookups")
+            self.stats.add("lookup_chunks", len(state.keys))
             self._ahead.on_asked(state.request.request_id, state.lookup)
 
     def _hash(self, state: RequestState) -> None:
@@ -222,7 +266,7 @@ class SchedulerSide:
         if state is None or state.failed or skip:
             return 0, False
         if not self._ready():
-            joining = self.client.welcome is None and not self.off
+            joining = self.client.welcome is None and not self.client.again and not self.off
             self._awaits_answer = joining and time.monotonic() < state.ready_by
             return (None if self._awaits_answer else 0), False
         if state.lookup is None:
@@ -230,10 +274,21 @@ class SchedulerSide:
         if state.lookup is not None and state.lookup.stored is None and not state.lookup.expired:
             self._awaits_answer = True
             return None, False
+        self._note_answer(state.lookup)
         hit = self._hit_tokens(state, request.num_tokens)
         external = max(0, hit - num_computed)
         state.hit_end = hit
         return external, bool(external) and self._engine.async_loads
+
+    def _note_answer(self, lookup: LookupTicket | None) -> None:
+        if lookup is None or lookup.noted:
+            return
+        lookup.noted = True
+        if lookup.stored is None:
+            self.stats.add("lookups_unanswered")
+            return
+        self.stats.add("lookup_chunks_found", int(lookup.stored.sum()))
+        self.stats.observe("lookup_seconds", lookup.answered_at - lookup.asked_at)
 
     def _hit_tokens(self, state: RequestState, num_tokens: int) -> int:
         """Return the length of the stored prefix; at least one token is left to compute."""
@@ -272,13 +327,14 @@ class SchedulerSide:
             num_local = max(0, start // block - first)
             blocks = [-1] * num_local + blocks[num_local:]
             selection.add(state.keys[i], blocks, request.request_id)
-        self._count("tokens_restored", num_external)
+        self.stats.add("tokens_restored", num_external)
 
     # Save
 
     def build_meta(self, output: Any) -> AdpMetadata:
         """Return the step's work for the ranks; called once a step."""
         self._step += 1
+        self._revive()
         idle = output.total_num_scheduled_tokens == 0
         if idle and self._awaits_answer:
             self.client.wait_news(IDLE_WAIT_S)
@@ -343,6 +399,7 @@ class SchedulerSide:
             # away before the next step is built.
             self._pool.touch([self._pool.blocks[block] for block in blocks])
             self._save.add(state.keys[i], blocks, state.request.request_id)
+            self.stats.add("chunks_saved")
         state.next_chunk = max(state.next_chunk, full)
 
     def _pin(self, save: Chunks) -> None:
@@ -364,6 +421,7 @@ class SchedulerSide:
         if not isinstance(report, AdpWorkerMetadata):
             return
         for step in report.unsaved_steps & set(self._pins):
+            self.stats.add("chunks_unsaved", len(self._pins[step].keys))
             for key in self._pins[step].keys:
                 self._known.pop(key.tobytes(), None)
         for step, num_ranks in report.saved_steps.items():
@@ -375,7 +433,9 @@ class SchedulerSide:
         for request_id in report.failed_requests & set(self._states):
             self._states[request_id].failed = True
             self._consider_again(self._states[request_id])
-        if report.off and not self._ranks_off:
+        # With `reconnect`, a rank's news of the session before must not end this one.
+        ours = not self._settings.reconnect or self.client.generation in report.off_sessions
+        if report.off and ours and not self._ranks_off:
             self._ranks_off = True
             log.warning("no more lookups and saves: a worker rank has turned the cache off")
 
@@ -402,9 +462,12 @@ class SchedulerSide:
         """Whether the engine should keep stepping until blocks are given back."""
         return bool(self._pins) or bool(self._save.keys)
 
+    def take_stats(self) -> dict[str, dict[str, Any]] | None:
+        """Return what was counted since the last call, None if nothing."""
+        self.stats.show("off", float(self.off))
+        self.stats.show("pinned_blocks", sum(len(pin.blocks) for pin in self._pins.values()))
+        return self.stats.take()
+
     def close(self) -> None:
         """Stop the lookup client."""
         self.client.close()
-
-    def _count(self, name: str, amount: int = 1) -> None:
-        self.counts[name] = self.counts.get(name, 0) + amount

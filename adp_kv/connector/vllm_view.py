@@ -6,6 +6,7 @@ numbers. Features are probed for, versions are not compared.
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from bisect import bisect_left
@@ -65,6 +66,7 @@ def view_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSetti
     """
     parallel = vllm_config.parallel_config
     _refuse_context_parallel(parallel)
+    _refuse_scales_of_the_day(vllm_config.cache_config)
     group = _only_group(kv_cache_config)
     block_tokens = int(group.kv_cache_spec.block_size)
     return EngineView(
@@ -87,6 +89,15 @@ def _refuse_context_parallel(parallel: Any) -> None:
                 f"{name} = {getattr(parallel, name)}: not available in this release of adp-kv; set "
                 "it to 1"
             )
+
+
+def _refuse_scales_of_the_day(cache: Any) -> None:
+    """VLLM 0.25 can take the scales of an fp8 cache from the first batch a process sees."""
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales: every start would store with scales of its own, which the next "
+            "one reads wrongly; remove it and use a checkpoint with scales, or scale 1"
+        )
 
 
 def _only_group(kv_cache_config: Any) -> Any:
@@ -177,6 +188,8 @@ def _facts(
         "dummy_seed": int(model.seed or 0) if dummy else None,
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
+        "config": _config_text(model.hf_config),
+        "draft": _draft(vllm_config),
         "cache_dtype": str(cache.cache_dtype),
         "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
         "block_tokens": block_tokens,
@@ -188,6 +201,26 @@ def _facts(
         "python": None if "cbor" in algorithm else platform.python_version_tuple()[:2],
         "byteorder": sys.byteorder,
     }
+
+
+def _config_text(config: Any) -> str:
+    """Return a model's config.json as vLLM uses it: --hf-overrides changes keys and values too."""
+    told = {k: v for k, v in config.to_dict().items() if k not in _NOT_OF_THE_BYTES}
+    return json.dumps(told, sort_keys=True, default=lambda value: type(value).__name__)
+
+
+_NOT_OF_THE_BYTES = {"_name_or_path", "_commit_hash", "transformers_version"}
+
+
+def _draft(vllm_config: Any) -> list[str | None] | None:
+    """Return what is known of the draft model, whose layers have caches like all others."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if speculative is None:
+        return None
+    model = str(getattr(speculative, "model", None))
+    folder = Path(model)
+    weights = weights_fingerprint(folder) if folder.is_dir() else None
+    return [str(getattr(speculative, "method", None)), model, weights]
 
 
 def view_caches(
@@ -291,3 +324,33 @@ def adapter_folder(request: Any) -> Path | None:
     lora = getattr(request, "lora_request", None)
     path = getattr(lora, "lora_path", None)
     return Path(path) if path else None
+
+
+def prompt_hashes(
+    tokens: list[int], hash_tokens: int, algorithm: str, root: bytes, salt: str | None
+) -> list[bytes]:
+    """Return the block hashes an engine would give a prompt of text, with vLLM's own code.
+
+    Args:
+        tokens: of the prompt.
+        hash_tokens: tokens of a block hash.
+        algorithm: as vLLM's --prefix-caching-hash-algo.
+        root: the engine's root hash; set for this whole process.
+        salt: the request's cache_salt.
+    """
+    from vllm.sampling_params import SamplingParams  # noqa: PLC0415
+    from vllm.utils.hashing import get_hash_fn_by_name  # noqa: PLC0415
+    from vllm.v1.core import kv_cache_utils  # noqa: PLC0415
+    from vllm.v1.request import Request  # noqa: PLC0415
+
+    hash_fn = get_hash_fn_by_name(algorithm)
+    kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(root)
+    request = Request(
+        request_id="inspect",
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        cache_salt=salt,
+        block_hasher=kv_cache_utils.get_request_block_hasher(hash_tokens, hash_fn),
+    )
+    return [bytes(block_hash) for block_hash in request.block_hashes]

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +29,9 @@ from adp_kv import __version__
 from adp_kv.config import ConnectorSettings, cache_folder
 from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata, Chunks
 from adp_kv.connector.vllm_view import EngineView, hooks_will_fire, view_caches, worker_ranks
-from adp_kv.errors import GatewayError
+from adp_kv.errors import GatewayError, TransferError
 from adp_kv.layout.geometry import CacheGeometry
+from adp_kv.metrics import Recorder
 from adp_kv.sdk.jobs import Job
 from adp_kv.sdk.rank_client import (
     ASYNC_RESTORE,
@@ -48,6 +50,7 @@ log = logging.getLogger("adp_kv")
 LAYERWISE_SAVE_BYTES = 1 * MiB
 """Below this much a layer, a put a layer costs more than it overlaps: one put a step."""
 IDLE_WAIT_S = 0.002
+RETRY_S = 2.0
 
 
 @dataclass(slots=True)
@@ -97,9 +100,14 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._failed_step = -1
         self._reported_off = False
+        self._retry_at = 0.0
+        self._open_client: Callable[[], RankClient] | None = None
         self._report = AdpWorkerMetadata()
         self._pending_save_bytes = 0
         self._scratch: torch.Tensor | None = None
+        self.stats = Recorder()
+        self._told: dict[str, int] = {}
+        self._dropped: set[int] = set()
 
     @property
     def client(self) -> RankClient:
@@ -136,19 +144,27 @@ class WorkerSide:
             caches=declare(caches),
             pid=os.getpid(),
         )
-        self._client = RankClient(
-            hello,
-            caches,
-            open_mover(
-                device,
-                staging_bytes=self._settings.staging_bytes,
-                tuning_folder=cache_folder() if self._settings.autotune else None,
-            ),
-            self._scratch.data_ptr(),
-            self._engine.address,
-            self._settings.gateway_timeout_s,
-            self._settings.connect_timeout_s,
-        )
+        scratch_address = self._scratch.data_ptr()
+
+        def open_client() -> RankClient:
+            client = RankClient(
+                hello,
+                caches,
+                open_mover(
+                    device,
+                    staging_bytes=self._settings.staging_bytes,
+                    tuning_folder=cache_folder() if self._settings.autotune else None,
+                ),
+                scratch_address,
+                self._engine.address,
+                self._settings.gateway_timeout_s,
+                self._settings.connect_timeout_s,
+            )
+            client.key_file = self._settings.key_file
+            return client
+
+        self._open_client = open_client
+        self._client = open_client()
         self._client.start()
         if not self._client.wait_settled() and self._settings.gateway_required:
             raise GatewayError(f"{self._client.off_reason} (gateway_required is set)")
@@ -213,8 +229,12 @@ class WorkerSide:
         if step.restore is None or index not in step.unfenced:
             return
         step.unfenced.discard(index)
+        began = time.monotonic()
         for ticket in step.restore.wait_cache(index):
             ticket.fence()
+        self.stats.observe("restore_wait_seconds", time.monotonic() - began)
+        if not step.unfenced:
+            self.stats.observe("restore_seconds", time.monotonic() - step.restore.began)
         if step.restore.failed_chunks.any():
             self._on_failed_restore(step.meta, step.restore)
             self._drop_save(step)
@@ -222,6 +242,7 @@ class WorkerSide:
     def _on_failed_restore(self, meta: AdpMetadata, job: Job) -> None:
         if self._failed_step < meta.step:
             log.warning("a restore failed: %s", job.reason)
+            self.stats.add("restores_failed:layerwise")
         self._failed_step = max(self._failed_step, meta.step)
         self._failed_blocks |= job.failed_blocks
 
@@ -232,12 +253,13 @@ class WorkerSide:
         self._saves.append(step.save)
         num_bytes = len(save.keys) * self._chunk_bytes
         if self.client.off:
-            step.save.abandon("the external cache is off")
+            self._drop(step.save, "off", "the external cache is off")
         elif self._failed_step > step.meta.acknowledged_failure:
-            step.save.abandon("a restore failed and the scheduler does not know yet")
+            told = "a restore failed and the scheduler does not know yet"
+            self._drop(step.save, "restore_failed", told)
         elif self._unsaved_bytes() + num_bytes > self._settings.max_pending_save_bytes:
             log.warning("a save of %d bytes was dropped: max_pending_save_bytes", num_bytes)
-            step.save.abandon("max_pending_save_bytes")
+            self._drop(step.save, "max_pending_save_bytes", "max_pending_save_bytes")
         else:
             step.unsaved = dict(self._caches)
 
@@ -257,7 +279,14 @@ class WorkerSide:
     def _drop_save(self, step: Step) -> None:
         step.unsaved = {}
         if step.save is not None:
-            step.save.abandon("the restore of this step failed")
+            self._drop(step.save, "restore_failed", "the restore of this step failed")
+
+    def _drop(self, job: Job, reason: str, told: str) -> None:
+        """Give up a save; reason is the label of its count."""
+        if job.number not in self._dropped and not job.finished:
+            self._dropped.add(job.number)
+            self.stats.add(f"saves_dropped:{reason}")
+        job.abandon(told)
 
     def finish_step(self, meta: AdpMetadata) -> None:
         """Save what is left of the step, as one request."""
@@ -294,7 +323,9 @@ class WorkerSide:
                 waiting.append(restore)
                 continue
             done |= restore.request_ids
+            self.stats.observe("restore_seconds", time.monotonic() - restore.job.began)
             if restore.job.failed_chunks.any():
+                self.stats.add("restores_failed:async")
                 log.warning("an asynchronous restore failed: %s", restore.job.reason)
                 failed |= restore.request_ids
                 self._failed_blocks |= restore.job.failed_blocks
@@ -313,8 +344,9 @@ class WorkerSide:
         pending = []
         for job in self._saves:
             if job.expired:
-                job.abandon("save_timeout_s has passed")
+                self._drop(job, "save_timeout_s", "save_timeout_s has passed")
             if job.finished:
+                self._note_saved(job)
                 report.saved_steps[job.number] = 1
                 if job.abandoned:
                     report.unsaved_steps.add(job.number)
@@ -327,7 +359,44 @@ class WorkerSide:
         if self._client is not None and self._client.off and not self._reported_off:
             self._reported_off = True
             report.off = True
+            report.off_sessions.add(self._client.generation)
+        self._revive()
         return report if report != AdpWorkerMetadata() else None
+
+    def _revive(self) -> None:
+        """With `reconnect`: once this rank is off, let a new client join whatever gateway comes."""
+        old, now = self._client, time.monotonic()
+        wanted = self._settings.reconnect and old is not None and old.ended
+        if not wanted or old is None or self._open_client is None or now < self._retry_at:
+            return
+        self._retry_at = now + RETRY_S
+        old.close()
+        try:
+            self._client = self._open_client()
+        except TransferError as error:
+            log.warning("no new client of the gateway: %s", error)
+            return
+        self._reported_off, self._told = False, {}
+        self._client.again = True
+        self._client.start()
+
+    def _note_saved(self, job: Job) -> None:
+        if job.number in self._dropped:
+            self._dropped.discard(job.number)
+        elif job.abandoned:
+            self.stats.add("saves_dropped:transfer_failed")
+        else:
+            self.stats.observe("save_seconds", time.monotonic() - job.began)
+
+    def take_stats(self) -> dict[str, dict[str, Any]] | None:
+        """Return what was counted since the last call, None if nothing."""
+        counts = {} if self._client is None else dict(self._client.counts)
+        if self._client is not None and self._client.off:
+            counts["turned_off"] = 1
+        for name, total in counts.items():
+            self.stats.add(name, total - self._told.get(name, 0))
+        self._told |= counts
+        return self.stats.take()
 
     def close(self) -> None:
         """Stop the client; waits for copies in flight."""

@@ -246,6 +246,8 @@ def attach(path: str | Path, generation: int) -> RingMapping:
         stat = os.fstat(fd)
         if stat.st_uid != os.geteuid():
             raise RingError(f"{path} belongs to uid {stat.st_uid}, not to this process's user")
+        if stat.st_mode & 0o077:
+            raise RingError(f"{path} can be opened by other users: not a ring of this release")
         header = RingHeader.unpack(os.pread(fd, HEADER_BYTES, 0))
         if header.generation != generation:
             raise RingError(

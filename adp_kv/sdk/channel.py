@@ -17,6 +17,7 @@ from typing import Self
 import zmq
 
 from adp_kv.errors import GatewayError, WireError
+from adp_kv.wire.curve import read_keys
 from adp_kv.wire.frames import MAX_MESSAGE_BYTES, decode_at_rank, encode
 from adp_kv.wire.messages import (
     Goodbye,
@@ -42,11 +43,21 @@ class Channel:
         address: tcp://HOST:PORT or ipc:///PATH.
         timeout_s: silence after which the gateway counts as gone.
         clock: monotonic seconds.
+        key_file: the secret shared with the gateway (wire/curve.py); empty for none.
+
+    Raises:
+        ConfigError: The key file can't be used.
     """
 
     def __init__(
-        self, address: str, timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        address: str,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        key_file: str = "",
     ) -> None:
+        keys = read_keys(key_file)
         self.address = address
         self._timeout_s = timeout_s
         self._clock = clock
@@ -56,6 +67,8 @@ class Channel:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a gateway that is away
         self._socket.setsockopt(zmq.SNDHWM, 100_000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        if keys is not None:
+            keys.protect_client(self._socket)
         self._socket.connect(address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -126,7 +139,7 @@ class Channel:
         """
         reason = (
             f"no gateway answers at {self.address}: start adp-gateway with the same address, or "
-            "correct the setting gateway"
+            "correct the setting gateway; one with a key_file answers only peers with the same key"
         )
         next_hello = self._clock()
         while self._clock() < deadline and not stopped():

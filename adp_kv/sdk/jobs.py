@@ -60,7 +60,8 @@ class Job:
         self.chunks = chunks
         self.blocks = blocks
         self.caches = list(caches)
-        self.deadline = time.monotonic() + timeout_s
+        self.began = time.monotonic()
+        self.deadline = self.began + timeout_s
         self.lock = threading.Condition()
         self.abandoned = False
         self.reason: str | None = None

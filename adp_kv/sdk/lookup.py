@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +28,16 @@ class LookupTicket:
 
     Attributes:
         deadline: on the monotonic clock; after it the question counts as unanswered.
+        asked_at, answered_at: on the same clock.
         stored: bool [num_chunks] once answered, None before.
+        noted: free for the one who asked.
     """
 
     num_chunks: int
     deadline: float
+    asked_at: float = field(default_factory=time.monotonic)
+    answered_at: float = 0.0
+    noted: bool = False
     stored: NDArray[np.bool_] | None = None
 
     @property
@@ -45,6 +50,7 @@ class LookupClient(ChannelLoop):
     """Asks the gateway which chunks are on the card."""
 
     off_message = "External KV cache lookups turned off"  # a rank's own line is the rank's
+    on_again_message = "External KV cache lookups are back"
 
     def __init__(
         self, hello: Hello, address: str, timeout_s: float, connect_timeout_s: float
@@ -90,6 +96,7 @@ class LookupClient(ChannelLoop):
             return
         ticket = self._tickets.pop(message.request, None)
         if ticket is not None and len(message.stored) == ticket.num_chunks:
+            ticket.answered_at = time.monotonic()
             ticket.stored = np.frombuffer(message.stored, dtype=np.bool_)
             self._news.set()
 

@@ -25,11 +25,16 @@ from adp_kv.wire.messages import Hello, ToRank, Welcome
 log = logging.getLogger("adp_kv")
 
 OFF_MESSAGE = "External KV cache turned off on this rank"
+ON_MESSAGE = "External KV cache is back on this rank"
 JOIN_TIMEOUT_S = 5.0
 
 
 class ChannelLoop(ABC):
     """Base of the SDK's clients; off_message begins the line that says it went off.
+
+    Attributes:
+        key_file: of the channel; again: this client follows one that went off, and says
+            nothing unless it comes on; both set before start().
 
     Args:
         hello: who this is; sent until the gateway welcomes the engine.
@@ -38,12 +43,16 @@ class ChannelLoop(ABC):
     """
 
     off_message = OFF_MESSAGE
+    on_again_message = ON_MESSAGE
 
     def __init__(
         self, hello: Hello, address: str, timeout_s: float, connect_timeout_s: float
     ) -> None:
         self.off_reason: str | None = None
         self.welcome: Welcome | None = None
+        self.key_file = ""
+        self.again = False
+        self._generation = 0
         self._hello = hello
         self._address = address
         self._timeout_s = timeout_s
@@ -61,6 +70,16 @@ class ChannelLoop(ABC):
     def off(self) -> bool:
         """Whether the external cache is off on this rank."""
         return self.off_reason is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it went off and its thread has freed what it owned."""
+        return self.off and not self._thread.is_alive()
+
+    @property
+    def generation(self) -> int:
+        """Of the session it was welcomed to, whatever came of it; 0 before."""
+        return self._generation
 
     @property
     def channel(self) -> Channel:
@@ -108,12 +127,15 @@ class ChannelLoop(ABC):
             self.on_exit()
 
     def _connect(self) -> None:
-        self._channel = Channel(self._address, self._timeout_s)
+        self._channel = Channel(self._address, self._timeout_s, key_file=self.key_file)
         deadline = time.monotonic() + self._connect_timeout_s
         welcome = self._channel.handshake(self._hello, deadline, lambda: self._stopping)
+        self._generation = welcome.generation
         self._channel.watch(self._wake_fd)  # not before: what was asked meanwhile must wait
         self.on_welcome(welcome)
         self.welcome = welcome
+        if self.again:
+            log.warning("%s", self.on_again_message)
         self._settled.set()
 
     def _turn(self) -> None:
@@ -131,7 +153,7 @@ class ChannelLoop(ABC):
         if self.off_reason is not None:
             return
         self.off_reason = reason
-        if not self._stopping:
+        if not self._stopping and not (self.again and self.welcome is None):
             log.error("%s: %s", self.off_message, reason)
         self.on_off(reason)
 

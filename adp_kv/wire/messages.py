@@ -147,6 +147,16 @@ class Forget(_Message, frozen=True, tag="forget"):
     request: int
 
 
+class Inspect(_Message, frozen=True, tag="inspect"):
+    """Anyone may ask which chunks are stored whole, without Hello; answered by a LookupReply.
+
+    Keys are digests that nobody can guess: who names one knows the prompt and the namespace.
+    """
+
+    request: int
+    chunks: bytes
+
+
 class Get(_Message, frozen=True, tag="get"):
     """Read the objects of caches x chunks into ring slots.
 
@@ -245,6 +255,7 @@ ToGateway: TypeAlias = (
     Hello
     | Attached
     | Lookup
+    | Inspect
     | Ahead
     | Forget
     | Get

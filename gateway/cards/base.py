@@ -36,6 +36,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from adp_kv.metrics import Histogram
 from adp_kv.wire.keys import KeyArray
 
 
@@ -135,6 +136,10 @@ class Card(ABC):
     @abstractmethod
     def stats(self) -> dict[str, int]:
         """Return counters: at least values, bytes_read, bytes_written, corrupt, io_errors."""
+
+    def latencies(self) -> dict[int, Histogram]:
+        """Return each database's durations of I/O so far; empty where a card can't tell."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

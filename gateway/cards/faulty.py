@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from adp_kv.errors import CardError
+from adp_kv.metrics import Histogram
 from adp_kv.wire.keys import KeyArray
 from gateway.cards.base import Batch, Card, CardLimits, OnDone, Op, Status, StatusArray
 from gateway.cards.batches import Rows, check_batch
@@ -132,6 +133,10 @@ class FaultyCard(Card):
     @override
     def stats(self) -> dict[str, int]:
         return self._inner.stats()
+
+    @override
+    def latencies(self) -> dict[int, Histogram]:
+        return self._inner.latencies()
 
     @override
     def close(self) -> None:

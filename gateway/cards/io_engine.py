@@ -31,6 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypeVar, override
 
+from gateway.cards.latency import DeviceLatencies
+
 _logger: Final = logging.getLogger(__name__)
 
 _ROWS_A_TURN: Final = 8
@@ -82,6 +84,7 @@ class Progress(Generic[RequestT]):
 
     Attributes:
         next_row: the first row not begun.
+        began_ns: int64 [n], when rows were begun; valid where they were.
         left: rows not completed.
         results: int32 [n], valid where completed.
     """
@@ -90,15 +93,18 @@ class Progress(Generic[RequestT]):
     next_row: int = 0
     left: int = field(init=False)
     results: NDArray[np.int32] = field(init=False)
+    began_ns: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
         self.left = len(self.request.fds)
+        self.began_ns = np.zeros(self.left, dtype=np.int64)
         self.results = np.full(self.left, -errno.ECANCELED, dtype=np.int32)
 
     def take(self, limit: int) -> slice:
         """Return the next rows to begin, at most `limit`."""
         rows = slice(self.next_row, min(self.next_row + limit, len(self.results)))
         self.next_row = rows.stop
+        self.began_ns[rows] = time.monotonic_ns()
         return rows
 
     def cancel_rest(self) -> None:
@@ -115,9 +121,14 @@ class Progress(Generic[RequestT]):
 
 
 class IoEngine(ABC, Generic[RequestT]):
-    """An executor of one kind of request (see the module's contract)."""
+    """An executor of one kind of request (see the module's contract).
+
+    Attributes:
+        latencies: what each descriptor's rows took from their begin to their result.
+    """
 
     name: str
+    latencies: DeviceLatencies
 
     @abstractmethod
     def submit(self, request: RequestT) -> None:
@@ -147,6 +158,7 @@ class PoolEngine(IoEngine[RequestT]):
 
     def __init__(self, num_threads: int) -> None:
         """Start `num_threads` daemon threads."""
+        self.latencies = DeviceLatencies()
         self._wake = threading.Condition()
         self._queue: deque[Progress[RequestT]] = deque()
         self._stopping = False
@@ -199,7 +211,12 @@ class PoolEngine(IoEngine[RequestT]):
     def _run(self) -> None:
         while (work := self._take()) is not None:
             progress, rows = work
+            began_ns = time.monotonic_ns()
             self._transfer(progress, rows)
+            # One after the other: each took about its share.
+            share_ns = (time.monotonic_ns() - began_ns) // (rows.stop - rows.start)
+            fds = progress.request.fds[rows]
+            self.latencies.note(fds, np.full(len(fds), share_ns, dtype=np.int64))
             with self._wake:
                 progress.left -= rows.stop - rows.start
                 finished = progress.left == 0

@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from adp_kv.errors import CardError
+from adp_kv.metrics import Histogram
 from gateway.cards.base import Batch, Card, CardLimits, OnDone, Op, Status
 from gateway.cards.batches import (
     PendingBatch,
@@ -181,6 +182,10 @@ class SlabCard(Card):
             "journal_failures": sum(d.journal_failures for d in self._databases),
             **counts,
         }
+
+    @override
+    def latencies(self) -> dict[int, Histogram]:
+        return {i: self._engine.latencies.of(d.fd) for i, d in enumerate(self._databases)}
 
     @override
     def close(self) -> None:

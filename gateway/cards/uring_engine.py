@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from adp_kv.units import format_bytes
 from gateway.cards.io_engine import IoEngine, IoRequest, Progress, RequestT
+from gateway.cards.latency import DeviceLatencies
 from gateway.cards.uring import (
     MAX_BUFFER_BYTES,
     OP_READ,
@@ -69,6 +70,7 @@ class RingEngine(IoEngine[RequestT]):
         Raises:
             OSError: io_uring does not work here.
         """
+        self.latencies = DeviceLatencies()
         self._depth = queue_depth
         self._inbox: deque[RequestT | _Pinning] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -238,10 +240,13 @@ class RingEngine(IoEngine[RequestT]):
             self._wake_armed = False
             done, names = done[~woken], names[~woken]
         numbers = names >> _ROW_BITS
+        now_ns = time.monotonic_ns()
         for number in np.unique(numbers).tolist():
             mine = numbers == number
             progress = self._running[number]
-            self._record(progress, names[mine] & _ROW_MASK, done[mine])
+            rows = names[mine] & _ROW_MASK
+            self._record(progress, rows, done[mine])
+            self.latencies.note(progress.request.fds[rows], now_ns - progress.began_ns[rows])
             progress.left -= int(np.count_nonzero(mine))
             self._finish(number, progress)
 

@@ -31,7 +31,7 @@ REQUIRED = {
     "scripts",
     "tests",
 }
-OPTIONAL = {"deploy", "examples"}
+OPTIONAL = {"deploy", "examples", "mkdocs.yml"}  # mkdocs looks for its settings at the top
 
 # Paths of somebody's machine, private addresses, and marks of unfinished work.
 MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:home|root|Users|work|opt|mnt)/[\w.-]+")

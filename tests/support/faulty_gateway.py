@@ -3,7 +3,7 @@
 Run as `python -m tests.support.faulty_gateway`; arguments as for `python -m gateway`. The
 environment names a file; what stands in it when a batch is submitted is in force for it:
 
-    write 2.5     writes are answered 2.5 s late
+    write 2.5     writes are answered 2.5 s late (exist, read, delete likewise)
     read error    no read succeeds
     (empty)       the card works
 """
@@ -23,7 +23,7 @@ from gateway.cards.faulty import Fault, FaultyCard
 from gateway.cards.registry import create_card
 
 FAULT_FILE = "ADP_TEST_FAULT_FILE"
-_OPS = {"read": frozenset({Op.READ}), "write": frozenset({Op.WRITE})}
+_OPS = {op.name.lower(): frozenset({op}) for op in Op}
 
 
 def parse(text: str) -> list[Fault]:

@@ -52,6 +52,7 @@ class Gateway:
         program: str = "gateway",
     ) -> None:
         self.address = ""
+        self.key_file = ""
         self._ring_name = ring_name
         self._rings_before = ring_files()
         self.child = Child([PYTHON, "-m", program, *argv], dict(env or {}), "gateway")
@@ -87,6 +88,7 @@ class Gateway:
         argv += [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         gateway = cls(argv, env, ring_name=ring_name, program=program)
         gateway.address = address
+        gateway.key_file = str(settings.get("key_file", ""))
         try:
             gateway.wait_ready(SERVING, start_timeout_s)
         except BaseException:
@@ -136,7 +138,7 @@ class Gateway:
             ChildError: No answer in time.
         """
         deadline = time.monotonic() + timeout_s
-        with Channel(self.address, timeout_s) as channel:
+        with Channel(self.address, timeout_s, key_file=self.key_file) as channel:
             asked = False
             while time.monotonic() < deadline:
                 if not asked:

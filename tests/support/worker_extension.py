@@ -6,6 +6,7 @@ vLLM mixes the class into its worker, in whatever process that runs.
 from __future__ import annotations
 
 import ctypes
+import os
 from hashlib import blake2b
 from typing import Any
 
@@ -89,6 +90,10 @@ class WorkerExtension:
     def adp_counts(self) -> dict[str, int]:
         """Return the rank client's counters."""
         return dict(_client().counts)
+
+    def adp_pid(self) -> int:
+        """Return the worker's process id."""
+        return os.getpid()
 
     def adp_off(self) -> str | None:
         """Return why the external cache is off on this rank, None if it is on."""

@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from adp_kv.errors import CardError
+from adp_kv.metrics import Histogram
 from adp_kv.units import PAGE_BYTES, ceil_div
 from gateway.cards.base import Batch, Card, CardLimits, OnDone, Op
 from gateway.cards.batches import PendingBatch, Rows, WorkerPool, check_batch
@@ -237,6 +238,11 @@ class NvmeKvCard(Card):
             "size_bytes": sum(namespace.size_bytes for namespace in self._namespaces),
             "used_bytes": self._used_bytes,
         }
+
+    @override
+    def latencies(self) -> dict[int, Histogram]:
+        spaces = self._namespaces if self._is_open else []
+        return {i: self._engine.latencies.of(space.fd) for i, space in enumerate(spaces)}
 
     @override
     def close(self) -> None:

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from adp_kv.errors import ConfigError
+from adp_kv.units import GiB
 from gateway.config import ENV_PREFIX, HELP, Settings, load, parse_size
 
 
@@ -178,3 +179,13 @@ def test_variables_of_a_kubernetes_service_are_no_settings():
     assert load([], injected) == Settings()
     with pytest.raises(ConfigError, match="service"):
         load([], {"ADP_GATEWAY_SERVICE": "x"})
+
+
+def test_sizes_of_a_card_in_a_file_may_have_units(tmp_path):
+    file = tmp_path / "gateway.toml"
+    file.write_text(
+        '[card_options]\npath = "/x"\ncapacity_bytes = "2GiB"\nname = "7"\nother = "5 apples"\n'
+    )
+    options = load(["--config", str(file)], {}).card_options
+    expected = {"path": "/x", "capacity_bytes": 2 * GiB, "name": "7", "other": "5 apples"}
+    assert options == expected

@@ -312,3 +312,10 @@ def test_close_frees_the_memory(name):
 
 def test_name_makes_the_path():
     assert ring_path("a-5557") == Path("/dev/shm/adp_kv-a-5557.ring")
+
+
+def test_ring_that_others_may_open_is_refused(name):
+    with published(name) as ring:
+        ring.path.chmod(0o660)
+        with pytest.raises(RingError, match="can be opened by other users"):
+            attach(ring.path, ring.generation)

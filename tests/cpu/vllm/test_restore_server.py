@@ -25,9 +25,29 @@ def test_server_reports_cached_tokens_after_a_restart(tmp_path):
             restored = server.complete(PROMPT)
             other = server.complete(PROMPT, cache_salt="another tenant")
             metrics = server.metrics()
+            deployment.gateway.kill9()
+            server.complete(prompt(72, 300), max_tokens=30)
+            off = server.metrics()
             server.shutdown()
-        deployment.gateway.stop()
     assert restored.token_ids == cold.token_ids
     assert restored.num_cached_tokens == hit
     assert other.num_cached_tokens in {0, None}
     assert metrics["vllm:external_prefix_cache_hits_total"] == hit
+    ours = {
+        name.removeprefix("vllm:adp_kv_"): value
+        for name, value in metrics.items()
+        if name.startswith("vllm:adp_kv_")
+    }
+    assert ours["tokens_restored_total"] == hit
+    assert ours["lookups_total"] == 2
+    assert ours["lookup_chunks_total"] == 2 * (len(PROMPT) // 256)
+    assert ours["lookup_chunks_found_total"] == hit // 256
+    assert ours["lookup_seconds_count"] == 2
+    assert ours["restore_wait_seconds_count"] == 4  # layers
+    assert ours["restore_seconds_count"] == 1
+    page_bytes = 32 * 2 * 2 * 64 * 4  # tokens, keys and values, heads, size, float32
+    assert ours["bytes_restored_total"] == hit // 32 * 4 * page_bytes
+    assert ours["chunks_saved_total"] == 2  # the other tenant's
+    assert ours["off"] == 0
+    assert off["vllm:adp_kv_off"] == 1
+    assert off["vllm:adp_kv_turned_off_total"] == 1

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from adp_kv.config import ConnectorSettings
+from adp_kv.sdk.lookup import LookupTicket
 
 pytestmark = pytest.mark.vllm
 
@@ -21,7 +22,8 @@ CHUNK = 64
 class Client:
     """A lookup client whose gateway has nothing."""
 
-    off = False
+    off = ended = again = False
+    generation = 1
     welcome = SimpleNamespace(geometry=bytes(16))
 
     def __init__(self, *_args):
@@ -188,10 +190,57 @@ def test_request_that_ended_badly_saves_nothing_more(side, status):
 def test_chunk_whose_restore_failed_is_stored_again(side, module, how):
     request = request_of(CHUNK, 0)
     side.on_new_request(request)
-    side._states["r"].lookup = SimpleNamespace(stored=np.array([True]), expired=False)
+    side._states["r"].lookup = LookupTicket(1, 0.0, stored=np.array([True]))
     side.matched(request, 0)  # now the scheduler side believes that the chunk is stored
     new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=([3, 4],))
     assert side.build_meta(output_of([new], {"r": CHUNK})).save is None
     report = {"layerwise": {"failed_step": 1}, "async": {"failed_requests": {"r"}}}[how]
     side.on_output(SimpleNamespace(kv_connector_worker_meta=module.AdpWorkerMetadata(**report)))
     assert side.build_meta(output_of([new], {"r": CHUNK})).save.blocks.tolist() == [[3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("reconnect", "session", "off"),
+    [(False, 7, True), (False, 0, True), (True, 1, True), (True, 7, False), (True, 0, False)],
+)
+def test_rank_s_off_of_another_session_counts_only_without_reconnect(
+    side, module, reconnect, session, off
+):
+    side._settings = ConnectorSettings(reconnect=reconnect)
+    report = module.AdpWorkerMetadata(off=True, off_sessions={session})
+    side.on_output(SimpleNamespace(kv_connector_worker_meta=report))
+    assert side.off is off
+
+
+def test_lookups_follow_a_restarted_gateway_and_forget_the_last_one(side, monkeypatch):
+    side._settings = ConnectorSettings(reconnect=True)
+    request = request_of(CHUNK, 0)
+    side.on_new_request(request)
+    side._states["r"].lookup = LookupTicket(1, 0.0, stored=np.array([True]))
+    side.matched(request, 0)
+    side._ranks_off = True
+    first = side.client
+    monkeypatch.setattr(first, "off", True)
+    side.build_meta(output_of())
+    assert side.client is first, "its thread has not ended yet"
+    monkeypatch.setattr(first, "ended", True)
+    side.build_meta(output_of())
+    assert side.client is not first
+    assert side.client.again
+    assert not side.off
+    assert side._states["r"].lookup is None
+    assert not side._known
+    side.client.welcome = None
+    assert side.matched(request, 0) == (0, False), "nobody waits for a gateway that was gone"
+    side.client.ended = side.client.off = True
+    second = side.client
+    side.build_meta(output_of())
+    assert side.client is second, "not more often than RETRY_S"
+
+
+def test_lookups_stay_off_without_reconnect(side, monkeypatch):
+    first = side.client
+    monkeypatch.setattr(first, "off", True)
+    monkeypatch.setattr(first, "ended", True)
+    side.build_meta(output_of())
+    assert side.client is first

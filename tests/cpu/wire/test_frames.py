@@ -28,6 +28,9 @@ TO_GATEWAY = [
     m.Release(2, 9, ok=False),
     m.Goodbye("the engine shut down"),
     m.StatsRequest(),
+    m.Inspect(3, bytes(16)),
+    m.Ahead(4, bytes(32)),
+    m.Forget(4),
 ]
 TO_RANK = [
     m.Welcome("0.1", 5, "/dev/shm/x", 4096, 8, 512, "slab", 1.0, bytes(16)),

@@ -1,0 +1,1 @@
+"""`adp-kv`: what somebody who runs this needs at a terminal."""

@@ -1,0 +1,151 @@
+"""`adp-kv size` against what ranks of a real configuration declare, and by hand."""
+
+import json
+
+import pytest
+
+from adp_kv.cli import main
+from adp_kv.cli.size import Load, cache_shape, read_config, sizes
+from adp_kv.errors import ConfigError, RingError
+from adp_kv.units import GiB
+from tests.support import tiny_models
+from tests.support.gateways import Gateway
+from tests.support.serving import Rank, welcome_all
+
+LLAMA_8B = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK_V3 = {
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "torch_dtype": "bfloat16",
+}
+
+
+def load(**how):
+    usual = {
+        "block_tokens": 16,
+        "chunk_tokens": 0,
+        "shared_memory_size": 6 * GiB,
+        "fragment_size": 261120,
+        "slot_bytes": 262144,
+        "users": 1,
+        "tokens": 256,
+        "longest": 256,
+    }
+    return Load(**(usual | how))
+
+
+def test_llama_8b_by_hand():
+    shape = cache_shape(LLAMA_8B, "auto", 1)
+    assert (shape.kind, shape.num_layers, shape.token_bytes) == ("attention", 32, 2 * 8 * 128 * 2)
+    found = sizes(shape, load(users=10, tokens=1000, longest=131072))
+    assert found.bytes_per_token == 131072
+    assert found.io_size == 1 << 20
+    assert found.max_parallel_ios == 3 * 1024
+    assert found.longest_get_slots == 512
+    assert found.longest_get_batches == 1
+    assert found.fragments_per_object == 5  # 261120 is a little less than a quarter of a MiB
+    assert found.card_capacity_bytes == 10 * 3 * 32 * 5 * 262144
+    assert found.prompt_bytes == 3 * 256 * 131072
+
+
+def test_deepseek_v3_by_hand():
+    """47,000 objects of a 196,000-token prompt: decisions' own figure."""
+    shape = cache_shape(DEEPSEEK_V3, "auto", 8)
+    assert (shape.kind, shape.token_bytes) == ("MLA", 576 * 2)
+    found = sizes(shape, load(longest=196_000))
+    assert found.longest_get_slots * found.layers == pytest.approx(47_000, rel=0.01)
+    assert cache_shape(DEEPSEEK_V3, "fp8", 8).token_bytes == 576
+    assert cache_shape(DEEPSEEK_V3, "fp8_ds_mla", 8).token_bytes == 656
+
+
+@pytest.mark.parametrize(("tp", "stored"), [(1, 8), (4, 8), (8, 8), (16, 8), (3, 3), (32, 8)])
+def test_heads_are_stored_once_where_ranks_share_them(tp, stored):
+    assert cache_shape(LLAMA_8B, "auto", tp).token_bytes == 2 * stored * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"mamba_d_state": 16}, "mamba"),
+        ({"num_hidden_layers": None}, "no num_hidden_layers"),
+        ({"torch_dtype": "int3"}, "--kv-dtype int3"),
+    ],
+)
+def test_what_can_not_be_sized_is_named(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        cache_shape(LLAMA_8B | changes, "auto", 1)
+
+
+def test_too_small_a_ring_says_what_it_needs():
+    with pytest.raises(RingError, match="at least 2097152"):
+        sizes(cache_shape(LLAMA_8B, "auto", 1), load(shared_memory_size=1 << 20))
+    with pytest.raises(ConfigError, match="no multiple of the block size 16"):
+        sizes(cache_shape(LLAMA_8B, "auto", 1), load(chunk_tokens=100))
+
+
+def test_config_is_found_by_file_folder_and_cache(tmp_path, monkeypatch):
+    text = json.dumps({"text_config": LLAMA_8B, "model_type": "pictures"})
+    (tmp_path / "config.json").write_text(text)
+    assert read_config(str(tmp_path))["num_hidden_layers"] == 32
+    assert read_config(str(tmp_path / "config.json"))["model_type"] == "pictures"
+    snapshot = tmp_path / ".cache/huggingface/hub/models--meta--x/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_config("meta/x")["kv_lora_rank"] == 512
+    with pytest.raises(ConfigError, match=r"huggingface-cli download meta/y config\.json"):
+        read_config("meta/y")
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="not a model"):
+        read_config(str(tmp_path))
+
+
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("tp", [1, 2])
+def test_size_is_what_ranks_declare_and_the_gateway_says(tmp_path, tp):
+    """The ring of a real gateway, cut for what vLLM's own configuration leads to."""
+    from adp_kv.wire.messages import Hello
+    from tests.support.key_rig import Setup, hellos
+
+    config = tiny_models.load("llama").config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = {"tensor_parallel_size": tp}
+    said = hellos(Setup(str(tmp_path), engine=engine, num_layers=4))
+    found = sizes(
+        cache_shape(config, "auto", tp), load(block_tokens=32, shared_memory_size=64 << 20)
+    )
+    with Gateway.serve(shared_memory_size=64 << 20, card_options={"capacity_bytes": "1MiB"}) as g:
+        ranks = [Rank(g.address, hello.rank) for hello in said]
+        for rank, hello in zip(ranks, said, strict=True):
+            assert isinstance(hello, Hello)
+            rank.hello = hello
+            rank.send(hello)
+        welcome = welcome_all(ranks)[0]
+        for rank in ranks:
+            rank.close("done")
+    assert (welcome.io_size, welcome.num_slots) == (found.io_size, found.max_parallel_ios)
+    assert found.layers == len(said[0].caches)
+
+
+def test_command_line_tells_json_and_text(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert main.main(["size", str(tmp_path), "--users", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["io_size"] == 1 << 20
+    assert main.main(["size", str(tmp_path), "--shared-memory-size", "10GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "io size" in out
+    assert "1048576 (1.0 MiB)" in out
+    assert main.main(["size", str(tmp_path / "nothing")]) == 2
+    assert "no config.json there" in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""The sums of docs/metrics.md hold after whatever the gateway and its clients went through."""
+
+import random
+
+import pytest
+
+from gateway.cards.base import Op, Status
+from gateway.cards.faulty import Fault, FaultyCard
+from gateway.metrics import render
+from tests.support.cards import memory_card
+from tests.support.clients import Team, blocks_of, finish, pools
+from tests.support.metric_sums import Values, broken, sums
+from tests.support.process import wait_until
+from tests.support.serving import Serving, random_chunks
+
+CHUNKS = random_chunks(12)
+FAULTS = [
+    Fault(Status.CORRUPT, ops={Op.READ}, probability=0.1),
+    Fault(Status.IO_ERROR, ops={Op.READ, Op.WRITE}, probability=0.05),
+    Fault(Status.NO_SPACE, ops={Op.WRITE}, probability=0.1),
+]
+
+
+def now(serving):
+    """Return the values as the main thread sees them at one moment."""
+    return Values(render(serving.server.snapshot()))
+
+
+def step(team, number, rng):
+    """Do one random thing; return its jobs."""
+    chunks = CHUNKS[rng.sample(range(len(CHUNKS)), rng.randint(1, 5))]
+    blocks = blocks_of(*(2 * i for i in range(len(chunks))))
+    jobs = team.jobs(number, chunks, blocks, timeout_s=2.0)
+    what = rng.choice(
+        ["save", "save", "restore", "restore", "lookup", "disagree", "alone", "abort"]
+    )
+    if what == "lookup":
+        team.stored(chunks)
+        return []
+    if what == "disagree":
+        other = team.jobs(number, CHUNKS[:1], blocks_of(0))
+        team.submit_restores([jobs[0], other[1]])
+        return [jobs[0], other[1]]
+    if what == "alone":
+        team.ranks[0].submit_restore(jobs[0], 0, None)
+        return jobs[:1]
+    if what == "abort":
+        (team.submit_saves if rng.random() < 0.5 else team.submit_restores)(jobs)
+        jobs[rng.randrange(2)].abandon("the test wants it")
+        return jobs
+    (team.submit_saves if what == "save" else team.submit_restores)(jobs)
+    return jobs
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_hold_after_random_operation(seed):
+    rng = random.Random(seed)
+    card = FaultyCard(memory_card(), [], seed)
+    settings = {"shared_memory_size": 16 * 16384, "batch_bytes": 16384, "rank_deadline_s": 0.15}
+    with Serving(card, **settings) as serving, Team(serving.address, pools(2)).start() as team:
+        under_way = []
+        for number in range(1, 60):
+            card.faults = FAULTS if number % 3 == 0 else []
+            under_way += step(team, number, rng)
+            if rng.random() < 0.3:
+                finish(under_way)
+                under_way = []
+        finish(under_way)
+        serving.assert_idle(10)
+        values = now(serving)
+        assert not broken(values, ("always", "idle"))
+        assert values["objects_read"]
+        assert values["objects_missed"]
+        assert values["objects_written"]
+        assert values["rank_disagreements"]
+        assert values["gets_failed"]
+        moved = {
+            n: sum(r.counts.get(n, 0) for r in team.ranks)
+            for n in ("bytes_saved", "bytes_restored")
+        }
+        assert values["bytes_written"] <= moved["bytes_saved"]
+        assert moved["bytes_restored"] <= values["bytes_read"]
+        _end_in_the_middle(serving, team)
+
+
+def _end_in_the_middle(serving, team):
+    """End the session while ranks hold slots, of gets and puts: that must add up too."""
+    for mover in team.movers:
+        mover.gate.clear()
+    # Chunks of their own: those are not stored.
+    saves = team.jobs(900, random_chunks(5, 9), blocks_of(0, 2, 4, 6, 8))
+    team.submit_saves(saves)
+    restores = team.jobs(901, CHUNKS[:5], blocks_of(10, 12, 14, 16, 18))
+    team.submit_restores(restores)
+    wait_until(lambda: serving.server._engine._puts.num_requests > 0, 5, "a put is under way")
+    team.ranks[1].close()
+    wait_until(lambda: now(serving)["engine_active"] == 0, 10, "the session has ended")
+    wait_until(lambda: now(serving)["card_batches_open"] == 0, 10, "the card is done")
+    idle = [line for line in sums("idle") if "ring" not in line and "jobs" not in line]
+    values = now(serving)
+    assert not broken(values)
+    wrong = [one for one in broken(values, ("idle",)) if one.split(":")[0] in idle]
+    assert not wrong
+    for mover in team.movers:
+        mover.gate.set()
+    finish([*saves, *restores])
+
+
+def test_a_sum_that_does_not_hold_is_seen():
+    text = "adp_gateway_chunks_found_total 3\nadp_gateway_chunks_looked_up_total 2\n"
+    assert broken(Values(text)) == ["chunks_found <= chunks_looked_up: 3 and 2"]
