@@ -260,8 +260,6 @@ class Engine:
                 table.abandon()
         for member in self.session.members.values():
             self._deliver(member.identity, Goodbye(reason))
-        if self._gets is not None:
-            self._gets.ahead.stop()
         self._ring.withdraw()
 
     def gauges(self) -> dict[str, float]:

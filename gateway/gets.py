@@ -129,6 +129,11 @@ class GetTable(RequestTable):
     def _on_released(self, request: Request, batch: SlotBatch) -> None:
         self._drop(request, batch)
 
+    def abandon(self) -> None:
+        """As for every table; nothing more is read ahead."""
+        self.ahead.stop()
+        super().abandon()
+
     def _on_abandoned(self, batch: SlotBatch) -> None:
         """Its objects were read and are counted."""
 
