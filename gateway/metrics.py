@@ -93,7 +93,7 @@ METRICS = (
     Metric("card_databases_out", "gauge", "databases left out because they do not work"),
     Metric("card_groups", "gauge", "chunks on the card, those being written too (memory, slab)"),
     Metric(
-        "card_evicted_chunks", "counter", "chunks that went, for whatever reason (memory, slab)"
+        "card_evicted_chunks", "counter", "chunks that went, whatever the reason (memory, slab)"
     ),
     Metric("card_evicted_bytes", "counter", "bytes of their values"),
     Metric("card_expired_chunks", "counter", "of those, chunks older than ttl_s"),
