@@ -213,8 +213,9 @@ def test_read_of_other_length_takes_the_marker(make):
 @pytest.mark.parametrize(
     ("make", "steps"),
     [
-        pytest.param(memory, 10_000, id="memory"),
-        pytest.param(slab, 2_500, id="slab"),
+        pytest.param(memory, 4_000, id="memory"),
+        pytest.param(slab, 2_000, id="slab"),
+        pytest.param(memory, 10_000, id="memory-long", marks=pytest.mark.slow),
         pytest.param(slab, 10_000, id="slab-long", marks=pytest.mark.slow),
     ],
     indirect=["make"],
