@@ -40,7 +40,9 @@ HELP = {
     "max_pending_save_bytes": "saves beyond this much unsaved data of one rank are dropped",
     "autotune": "measure once a GPU and driver (< 1 s of a start) when to copy which way",
     "staging_bytes": "GPU memory for staging, taken beside gpu_memory_utilization",
+    "fanout_staging_bytes": "with nvlink_fanout: GPU memory for its staging, likewise beside it",
 }
+LEAST = {"max_pending_save_bytes": 1, "staging_bytes": 1, "fanout_staging_bytes": 8 * MiB}
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -63,6 +65,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     max_pending_save_bytes: int = 4 * GiB
     autotune: bool = True
     staging_bytes: int = 128 * MiB
+    fanout_staging_bytes: int = 128 * MiB
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"tcp://[^/]+:\d+|ipc:///.+", self.gateway):
@@ -70,13 +73,11 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
                 f"gateway = {self.gateway!r}: expected tcp://HOST:PORT or ipc:///absolute/path"
             )
         require_key("gateway", self.gateway, self.key_file)
-        if self.nvlink_fanout:
-            raise ConfigError("nvlink_fanout = true: not available in this release; remove it")
         if self.chunk_size < 0:
             raise ConfigError(f"chunk_size = {self.chunk_size}: at least 0")
-        for name in ("max_pending_save_bytes", "staging_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)}: at least 1")
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} = {getattr(self, name)}: at least {least}")
         for name in self.__struct_fields__:
             if name.endswith("_timeout_s") and not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: more than 0 seconds")
@@ -109,6 +110,11 @@ def cache_folder() -> Path:
     """Return where results of measurements are kept: XDG_CACHE_HOME or ~/.cache, adp_kv in it."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "adp_kv"
+
+
+def device_connections() -> str | None:
+    """Return CUDA_DEVICE_MAX_CONNECTIONS as it stands in the environment, None if it is not set."""
+    return environment("CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 def hash_seed() -> str | None:

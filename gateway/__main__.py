@@ -1,4 +1,7 @@
-"""`adp-gateway`: read the settings, open the card, serve until SIGTERM or SIGINT."""
+"""`adp-gateway`: read the settings, open the card, serve until SIGTERM or SIGINT.
+
+`adp-gateway card verify|stats|format` looks at a card by itself: `gateway.card_command`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import signal
 import sys
 
 from adp_kv.errors import AdpError
+from gateway import card_command
 from gateway.cards.registry import create_card
 from gateway.config import load
 from gateway.server import Server
@@ -14,9 +18,12 @@ from gateway.streaming import restart_for_copies
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the gateway; return 0 after a signal, 2 if it can't start."""
+    """Run the gateway, or a card command; return 0 after a signal, 2 if it can't start."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["card"]:
+        return card_command.main(given[1:])
     try:
-        settings = load(sys.argv[1:] if arguments is None else arguments)
+        settings = load(given)
         if arguments is None:
             restart_for_copies(settings.card)
         logging.basicConfig(

@@ -9,7 +9,8 @@ when every get has all of its reads under way and only one is being read at a ti
 slots go back as soon as a get finds none; all shelves together have `most_slots`.
 
 Threads: the gateway's main. Failure scope: a shelf; what could not be read is told to the
-get that takes it, which then fails as if it had read it itself.
+get that takes it, which then fails as if it had read it itself. Slots of a shelf that the
+card does not answer in time are not given back before it does.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class Shelf:
         status: uint8 [n], None while it is being read.
         takers: rows that a get has taken while it was being read, and whom to tell.
         gone: taken or dropped; `slots` are then those that nobody took.
+        at_card: the card may touch the slots; `owed` are to be freed, and `quiets` told, when
+            it no longer does.
     """
 
     wish: int
@@ -69,6 +72,9 @@ class Shelf:
     status: StatusArray | None = None
     takers: list[tuple[slice, Take]] = field(default_factory=list)
     gone: bool = False
+    at_card: bool = True
+    owed: list[NDArray[np.uint32]] = field(default_factory=list)
+    quiets: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,9 @@ class ReadAhead:
         context: of the session.
         slots: the read slots, shared with the gets.
         is_idle: whether no get waits for its reads to begin.
+
+    Attributes:
+        num_withheld: slots to be freed that the card may still touch.
     """
 
     def __init__(self, context: Context, slots: SlotAllocator, is_idle: Callable[[], bool]) -> None:
@@ -98,6 +107,7 @@ class ReadAhead:
         self._wishes: OrderedDict[int, Wish] = OrderedDict()
         self._shelves: list[Shelf] = []
         self._reading: Shelf | None = None
+        self.num_withheld = 0
 
     @property
     def num_slots(self) -> int:
@@ -166,14 +176,31 @@ class ReadAhead:
             self._ctx.mapping.read_addresses(slots),
             np.full(count, object_bytes, dtype=np.int64),
             lambda status: self._on_read(shelf, status),
+            lambda: self._on_quiet(shelf),
         )
+
+    def _on_quiet(self, shelf: Shelf) -> None:
+        """Take note that the card is done with a shelf, in time or late."""
+        shelf.at_card = False
+        for slots in shelf.owed:
+            self.num_withheld -= len(slots)
+            self._slots.free(slots)
+        for quiet in shelf.quiets:
+            quiet()
+
+    def _free(self, shelf: Shelf, slots: NDArray[np.uint32]) -> None:
+        if shelf.at_card:
+            self.num_withheld += len(slots)
+            shelf.owed.append(slots)
+        else:
+            self._slots.free(slots)
 
     def _on_read(self, shelf: Shelf, status: StatusArray) -> None:
         self._reading = None
         self._ctx.counters.add("objects_read_ahead", len(status))
         shelf.status = status
         if shelf.gone:
-            self._slots.free(shelf.slots)
+            self._free(shelf, shelf.slots)
         for rows, take in shelf.takers:
             take(status[rows])
         self.pump()
@@ -189,8 +216,15 @@ class ReadAhead:
                 best = match
         return best
 
-    def take(self, match: Match, then: Take) -> tuple[NDArray[np.uint32], StatusArray | None]:
+    def take(
+        self, match: Match, then: Take, quiet: Callable[[], None]
+    ) -> tuple[NDArray[np.uint32], StatusArray | None]:
         """Hand a shelf's slots over to a get; the shelf's other slots are given back.
+
+        Args:
+            match: what to take.
+            then: told the status once it is there, if it is not yet.
+            quiet: told when the card is done with the slots, perhaps at once.
 
         Returns:
             The slots and their objects' status, None if `then` will be told it.
@@ -200,11 +234,15 @@ class ReadAhead:
         taken = shelf.slots[rows]
         self._ctx.counters.add("objects_taken_ahead", len(taken))
         rest = np.concatenate([shelf.slots[: rows.start], shelf.slots[rows.stop :]])
+        if shelf.at_card:
+            shelf.quiets.append(quiet)
+        else:
+            quiet()
         if shelf.status is None:
             shelf.takers.append((rows, then))
             shelf.gone, shelf.slots = True, rest
             return taken, None
-        self._slots.free(rest)
+        self._free(shelf, rest)
         return taken, shelf.status[rows]
 
     def give_way(self) -> bool:
@@ -220,7 +258,7 @@ class ReadAhead:
         shelf.gone = True
         self._ctx.counters.add("objects_unused_ahead", len(shelf.slots))
         if shelf.status is not None:
-            self._slots.free(shelf.slots)
+            self._free(shelf, shelf.slots)
 
 
 def _overlap(shelf: Shelf, chunks: KeyArray, first: int) -> Match | None:

@@ -52,6 +52,8 @@ HELP = {
     "rank_deadline_s": "how long the first rank of a request waits for the last",
     "lease_s": "how long a rank may keep ring slots before the session is ended",
     "job_deadline_s": "how long the saves of one step may take before they are forgotten",
+    "card_deadline_s": "how long the card may take for a batch, once those before it are done",
+    "quarantine_s": "how long a database of the card that does not work is left out",
     "liveness_s": "a rank silent for longer counts as dead",
     "heartbeat_s": "how often ranks are asked to ping",
     "metrics": "HOST:PORT of Prometheus metrics and /healthz, such as 127.0.0.1:9464; empty: none",
@@ -76,6 +78,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     rank_deadline_s: float = 20.0
     lease_s: float = 60.0
     job_deadline_s: float = 120.0
+    card_deadline_s: float = 20.0
+    quarantine_s: float = 30.0
     liveness_s: float = 60.0
     heartbeat_s: float = 1.0
     metrics: str = ""
@@ -122,6 +126,8 @@ _LOWEST: dict[str, float] = {
     "rank_deadline_s": 0.001,
     "lease_s": 0.001,
     "job_deadline_s": 0.001,
+    "card_deadline_s": 0.001,
+    "quarantine_s": 0.001,
     "liveness_s": 0.001,
     "heartbeat_s": 0.001,
 }
@@ -256,6 +262,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Storage gateway of adp_kv: serves the ranks of one vLLM engine from a card.",
         epilog="Every setting may also stand in the TOML file of --config, or in the environment "
         f"as {ENV_PREFIX}<NAME>. A flag wins over the environment, that over the file. "
+        "`adp-gateway card --help` tells how to verify or format a card. "
         "Example: adp-gateway --card slab --card-option path=/mnt/nvme/adp "
         "--card-option capacity_bytes=200GiB",
     )

@@ -11,11 +11,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from adp_kv import __version__
 from adp_kv.errors import WireError
 from adp_kv.ring.region import RingFile
 from adp_kv.units import format_bytes
-from adp_kv.wire.keys import unpack_keys
+from adp_kv.wire.keys import KeyArray, object_keys, unpack_keys
 from adp_kv.wire.messages import (
     Ahead,
     Attached,
@@ -124,6 +127,7 @@ class Engine:
             read_ahead_bytes=self._settings.read_ahead_bytes,
             rank_deadline_s=self._settings.rank_deadline_s,
         )
+        self._store.namespace = int.from_bytes(self.session.namespace[:4], "little")
         self._gets = GetTable(context)
         self._puts = PutTable(context, self._settings.job_deadline_s)
         self._ring.publish()
@@ -186,6 +190,8 @@ class Engine:
 
         def then(status: StatusArray) -> None:
             stored = status == 0
+            if self._store.num_databases_out:
+                stored &= self._reachable(chunks)
             self._counters.add("chunks_found", int(stored.sum()))
             self._send(rank, LookupReply(message.request, stored.tobytes()))
 
@@ -207,6 +213,15 @@ class Engine:
             raise WireError("an Ahead names no chunk")
         self._gets.ahead.wish(message.request, chunks)
         self._gets.pump()
+
+    def _reachable(self, chunks: KeyArray) -> NDArray[np.bool_]:
+        """Return which chunks have all their objects in databases that work."""
+        caches = self.session.caches
+        objects = object_keys(chunks, list(caches))
+        sizes = np.array([cache.object_bytes for cache in caches.values()], dtype=np.int64)
+        inside = self._store.reachable(objects, np.repeat(sizes, len(chunks)))
+        whole: NDArray[np.bool_] = np.all(inside.reshape(len(caches), len(chunks)), axis=0)
+        return whole
 
     def request(self, rank: int, message: Get | Put | Release) -> None:
         """Hand a get, put or release to its table.
@@ -275,6 +290,7 @@ class Engine:
             if table is not None:
                 now[f"ring_slots:{table.kind}"] = table.num_slots
                 now[f"ring_slots_free:{table.kind}"] = table.num_free_slots
+                now[f"ring_slots_withheld:{table.kind}"] = table.withheld
                 now[f"requests_open:{table.kind}"] = table.num_requests
         if self._puts is not None:
             now["jobs_open"] = self._puts.num_jobs
@@ -284,6 +300,15 @@ class Engine:
     def drained(self) -> bool:
         """Whether nothing of the card's touches the ring any more."""
         return self._store.num_inflight == 0
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the card has given no answer to whatever it still has of the ring."""
+        return 0 < self._store.num_inflight == self._store.num_late
+
+    def free_abandoned(self) -> None:
+        """Free the ring of an engine that others followed; only when drained at last."""
+        self._ring.close()
 
     def close(self) -> None:
         """Free the ring; only when drained, or when the card is closed."""

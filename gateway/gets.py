@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from adp_kv.units import MiB
 from gateway.ahead import Match, ReadAhead
-from gateway.cards.base import StatusArray
+from gateway.cards.base import Status, StatusArray
 from gateway.requests import (
     Context,
     Request,
@@ -48,6 +49,11 @@ class GetTable(RequestTable):
                     return
         self.ahead.pump()
 
+    @property
+    @override
+    def withheld(self) -> int:
+        return self.num_withheld + self.ahead.num_withheld
+
     def _all_started(self) -> bool:
         return all(r.failed or r.num_started == len(r.objects) for r in self._requests.values())
 
@@ -62,9 +68,11 @@ class GetTable(RequestTable):
         match = self._shelf_for(request)
         if match is None or match.first != request.num_started:
             return False
-        batch = SlotBatch(match.first, np.zeros(0, dtype=np.uint32))
+        batch = SlotBatch(match.first, np.zeros(0, dtype=np.uint32), at_card=True)
         batch.slots, status = self.ahead.take(
-            match, lambda status: self._on_read(request, batch, status)
+            match,
+            lambda status: self._on_read(request, batch, status),
+            lambda: self._on_quiet(batch),
         )
         request.batches[batch.first] = batch
         request.num_started += len(batch.slots)
@@ -89,7 +97,7 @@ class GetTable(RequestTable):
         return True
 
     def _start(self, request: Request, slots: NDArray[np.uint32]) -> None:
-        batch = SlotBatch(request.num_started, slots)
+        batch = SlotBatch(request.num_started, slots, at_card=True)
         request.batches[batch.first] = batch
         request.num_started += len(slots)
         self._ctx.store.read(
@@ -97,6 +105,7 @@ class GetTable(RequestTable):
             self._ctx.mapping.read_addresses(slots),
             request.lengths[batch.span],
             lambda status: self._on_read(request, batch, status),
+            lambda: self._on_quiet(batch),
         )
 
     def _on_read(self, request: Request, batch: SlotBatch, status: StatusArray) -> None:
@@ -106,7 +115,9 @@ class GetTable(RequestTable):
         self._ctx.counters.add("bytes_read", int(request.lengths[batch.span][good].sum()))
         count_failures(self._ctx.counters, "objects_missed", status)
         if not good.all():
-            self._withdraw(request, batch.first + np.flatnonzero(~good))
+            # What is out of reach for a while is still there.
+            lost = ~good & (status != Status.UNREACHABLE)
+            self._withdraw(request, batch.first + np.flatnonzero(lost))
         if request.failed:
             self._drop(request, batch)
             self.pump()
@@ -114,6 +125,8 @@ class GetTable(RequestTable):
             self._grant(request, batch)
 
     def _withdraw(self, request: Request, objects: NDArray[np.int64]) -> None:
+        if not len(objects):
+            return
         chunks = np.unique(request.chunks[request.chunk_of(objects)], axis=0)
         self._ctx.counters.add("commits_withdrawn", len(chunks))
         self._ctx.store.uncommit(chunks, ignore)

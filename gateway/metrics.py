@@ -64,6 +64,7 @@ METRICS = (
     Metric("io_size_bytes", "gauge", "what a ring slot holds: the engine's largest object"),
     Metric("ring_slots", "gauge", "ring slots of a direction", ("direction",)),
     Metric("ring_slots_free", "gauge", "of those, slots that nobody holds", ("direction",)),
+    Metric("ring_slots_withheld", "gauge", "left to a card that has not answered", ("direction",)),
     Metric("requests_open", "gauge", "requests under way", ("direction",)),
     Metric("jobs_open", "gauge", "saves under way"),
     Metric("card_batches_open", "gauge", "batches that the card has not answered"),
@@ -88,6 +89,21 @@ METRICS = (
     Metric("card_bytes_written", "counter", "bytes written on the card"),
     Metric("card_corrupt", "counter", "values that failed their check and were dropped"),
     Metric("card_io_errors", "counter", "I/Os the device failed"),
+    Metric("card_batches_late", "counter", "batches given up: not answered in card_deadline_s"),
+    Metric("card_databases_out", "gauge", "databases left out because they do not work"),
+    Metric("card_groups", "gauge", "chunks on the card, those being written too (memory, slab)"),
+    Metric(
+        "card_evicted_chunks", "counter", "chunks that went, whatever the reason (memory, slab)"
+    ),
+    Metric("card_evicted_bytes", "counter", "bytes of their values"),
+    Metric("card_expired_chunks", "counter", "of those, chunks older than ttl_s"),
+    Metric("card_abandoned_chunks", "counter", "of those, chunks that never got a commit record"),
+    Metric("card_quota_evicted_chunks", "counter", "of those, chunks for their namespace's quota"),
+    Metric("card_dropped_by_quota", "counter", "values not written: the namespace has its quota"),
+    Metric("card_compactions", "counter", "journals compacted (slab)"),
+    Metric("card_scrub_passes", "counter", "how often all values were read again (slab)"),
+    Metric("card_scrubbed_bytes", "counter", "bytes read again in the background (slab)"),
+    Metric("card_scrub_corrupt", "counter", "damaged values found that way (slab)"),
     Metric("card_journal_failures", "counter", "journal records that could not be written (slab)"),
 )
 

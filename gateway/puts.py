@@ -129,11 +129,15 @@ class PutTable(RequestTable):
                 self._ctx.counters.add("objects_not_filled", int(wanted.sum()))
             self._drop(request, batch)
             return
+        written = batch.first + np.flatnonzero(wanted)
+        batch.at_card = True
         self._ctx.store.write(
-            request.objects[batch.span][wanted],
+            request.objects[written],
+            request.chunks[request.chunk_of(written)],
             self._ctx.mapping.write_addresses(batch.slots[wanted]),
-            request.lengths[batch.span][wanted],
+            request.lengths[written],
             lambda status: self._on_written(request, batch, status),
+            lambda: self._on_quiet(batch),
         )
 
     def _on_written(self, request: Request, batch: SlotBatch, status: StatusArray) -> None:

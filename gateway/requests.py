@@ -39,7 +39,11 @@ MAX_OBJECTS = 1 << 22
 
 @dataclass(slots=True)
 class SlotBatch:
-    """Objects first .. first+len(slots)-1 of a request; NO_SLOT where none is needed."""
+    """Objects first .. first+len(slots)-1 of a request; NO_SLOT where none is needed.
+
+    Attributes:
+        at_card: the card may touch the slots; a batch that is dropped then keeps them.
+    """
 
     first: int
     slots: NDArray[np.uint32]
@@ -47,6 +51,8 @@ class SlotBatch:
     granted_at: float | None = None
     released: set[int] = field(default_factory=set)
     refused: bool = False
+    at_card: bool = False
+    dropped: bool = False
 
     @property
     def span(self) -> slice:
@@ -127,7 +133,11 @@ class Context:
 
 
 class RequestTable(ABC):
-    """All requests of one direction in one session."""
+    """All requests of one direction in one session.
+
+    Attributes:
+        num_withheld: slots of dropped batches that the card may still touch.
+    """
 
     kind: str
 
@@ -136,6 +146,7 @@ class RequestTable(ABC):
         self._slots = SlotAllocator(context.mapping.header.num_slots)
         self._requests: dict[int, Request] = {}
         self._failed_early: dict[int, FailedEarly] = {}
+        self.num_withheld = 0
 
     @property
     def num_slots(self) -> int:
@@ -146,6 +157,11 @@ class RequestTable(ABC):
     def num_free_slots(self) -> int:
         """Slots of this direction that nobody holds."""
         return self._slots.num_free
+
+    @property
+    def withheld(self) -> int:
+        """Slots that nobody has, but that the card may still touch."""
+        return self.num_withheld
 
     @property
     def num_requests(self) -> int:
@@ -270,7 +286,11 @@ class RequestTable(ABC):
     def _drop(self, request: Request, batch: SlotBatch) -> None:
         """Free a batch's slots; the request ends with its last batch."""
         del request.batches[batch.first]
-        self._slots.free(batch.slots[batch.wanted])
+        batch.dropped = True
+        if batch.at_card:  # it did not answer in time: what it does late must meet no other object
+            self.num_withheld += int(batch.wanted.sum())
+        else:
+            self._slots.free(batch.slots[batch.wanted])
         started_all = request.failed or request.num_started == len(request.objects)
         if started_all and not request.batches:
             self._end(request)
@@ -294,6 +314,14 @@ class RequestTable(ABC):
                     del request.batches[batch.first]
             if not request.batches:
                 self._end(request)
+
+    def _on_quiet(self, batch: SlotBatch) -> None:
+        """Take note that the card is done with a batch, in time or late."""
+        batch.at_card = False
+        if batch.dropped:
+            self.num_withheld -= int(batch.wanted.sum())
+            self._slots.free(batch.slots[batch.wanted])
+            self.pump()
 
     def _fail(self, request: Request, reason: str) -> None:
         if request.failed:
@@ -323,6 +351,8 @@ class RequestTable(ABC):
                     f"rank {missing} did not send {self.kind} {request.seq:#x} within "
                     f"rank_deadline_s = {self._ctx.rank_deadline_s:g} s",
                 )
+            elif self.withheld and not request.batches and now > request.deadline:
+                self._fail(request, "the card does not answer, and has the ring slots it needs")
         for seq, failed in list(self._failed_early.items()):
             if now > failed.forget_at:
                 del self._failed_early[seq]

@@ -91,6 +91,7 @@ class Server:
         self._clock = clock
         self._counters = Counters()
         self._engine: Engine | None = None
+        self._abandoned: list[Engine] = []
         self._ring: RingFile | None = None
         self._metrics: MetricsServer | None = None
         self._running = True
@@ -101,10 +102,17 @@ class Server:
         self._socket = self._bind(keys)
         try:
             sweep(ring_path(settings.effective_ring_name))
+            _check_patience(settings, card)
             self._ring = self._reserve()
             if settings.metrics:
                 self._metrics = MetricsServer(settings.metrics, clock)
-            self._store = ObjectStore(card, settings.effective_fragment_size)
+            self._store = ObjectStore(
+                card,
+                settings.effective_fragment_size,
+                deadline_s=settings.card_deadline_s,
+                quarantine_s=settings.quarantine_s,
+                clock=clock,
+            )
         except BaseException:
             if self._ring is not None:
                 self._ring.close()
@@ -142,7 +150,11 @@ class Server:
     def counters(self) -> dict[str, int]:
         """All sums since the start, the card's prefixed with card_."""
         card = {f"card_{name}": value for name, value in self._store.card.stats().items()}
-        return self._counters.snapshot() | card
+        store = {
+            "card_batches_late": self._store.num_given_up,
+            "card_databases_out": self._store.num_databases_out,
+        }
+        return self._counters.snapshot() | store | card
 
     def snapshot(self) -> Snapshot:
         """Return all metrics as they are now; for the main thread."""
@@ -324,10 +336,20 @@ class Server:
         if engine.drained:
             engine.close()
             self._engine = None
+        elif engine.is_stuck:
+            # Its ring stays mapped, so that whatever the card does late does no harm.
+            log.error("the card still has ring slots of the engine that ended: they are left to it")
+            self._abandoned.append(engine)
+            self._engine = None
 
     def _tick(self) -> None:
         if self._metrics is not None:
             self._metrics.publish(self.snapshot())
+        self._store.tick()
+        if self._abandoned and self._store.num_late == 0:
+            for abandoned in self._abandoned:
+                abandoned.free_abandoned()
+            self._abandoned.clear()
         engine = self._engine
         if engine is not None:
             engine.tick()
@@ -372,6 +394,16 @@ class Server:
         self._context.term()
         if self._settings.listen.startswith("ipc://"):
             Path(self._settings.listen.removeprefix("ipc://")).unlink(missing_ok=True)
+
+
+def _check_patience(settings: Settings, card: Card) -> None:
+    """Refuse a card that may evict values whose commit record is still to come."""
+    kept_s = card.limits.uncommitted_s
+    if kept_s <= settings.job_deadline_s:
+        raise ConfigError(
+            f"job_deadline_s = {settings.job_deadline_s:g}, but the card keeps values without a "
+            f"commit record for {kept_s:g} s; raise --card-option uncommitted_s above it"
+        )
 
 
 def _refuse_taken_path(listen: str) -> None:

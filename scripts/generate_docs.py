@@ -73,8 +73,10 @@ def _default(field: msgspec.structs.FieldInfo) -> object:
 
 
 def card_table(struct: type[msgspec.Struct]) -> str:
-    """Return a card's settings; meanings are those of its docstring."""
-    told = attributes(struct)
+    """Return a card's settings; meanings are those of its docstring and its bases'."""
+    told: dict[str, str] = {}
+    for base in reversed(struct.__mro__):
+        told |= attributes(base) if issubclass(base, msgspec.Struct) else {}
     fields = msgspec.structs.fields(struct)
     rows = [(f"`{f.name}`", shown(_default(f)), told[f.name]) for f in fields]
     return table(("setting", "default", "meaning"), rows)

@@ -282,6 +282,21 @@ def worker_ranks() -> tuple[int, int]:
     return get_pp_group().rank_in_group * tp.world_size + tp.rank_in_group, tp.rank_in_group
 
 
+def tell_tp_ranks(text: bytes) -> list[bytes]:
+    """Say something to all ranks of this worker's tensor-parallel group, at start.
+
+    Goes by vLLM's group of CPUs, as vLLM's own custom all-reduce does when it starts; all ranks
+    call this together, before anything is computed.
+    """
+    import torch.distributed as dist  # noqa: PLC0415
+    from vllm.distributed.parallel_state import get_tp_group  # noqa: PLC0415
+
+    group = get_tp_group()
+    said: list[bytes] = [b""] * group.world_size
+    dist.all_gather_object(said, text, group=group.cpu_group)
+    return said
+
+
 def root_hash() -> bytes:
     """Return the hash that every first block's hash starts from, once the engine has set it."""
     from vllm.v1.core import kv_cache_utils  # noqa: PLC0415

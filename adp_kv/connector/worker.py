@@ -26,10 +26,19 @@ from typing import Any
 import torch
 
 from adp_kv import __version__
-from adp_kv.config import ConnectorSettings, cache_folder
+from adp_kv.config import ConnectorSettings, cache_folder, device_connections
 from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata, Chunks
-from adp_kv.connector.vllm_view import EngineView, hooks_will_fire, view_caches, worker_ranks
+from adp_kv.connector.vllm_view import (
+    EngineView,
+    hooks_will_fire,
+    tell_tp_ranks,
+    view_caches,
+    worker_ranks,
+)
 from adp_kv.errors import GatewayError, TransferError
+from adp_kv.fanout.fanout import Fanout
+from adp_kv.fanout.settings import FanoutSettings
+from adp_kv.fanout.start import start_fanout
 from adp_kv.layout.geometry import CacheGeometry
 from adp_kv.metrics import Recorder
 from adp_kv.sdk.jobs import Job
@@ -41,6 +50,7 @@ from adp_kv.sdk.rank_client import (
     RankClient,
     declare,
 )
+from adp_kv.transfer.base import Mover, Ticket
 from adp_kv.transfer.factory import open_mover
 from adp_kv.units import MiB
 from adp_kv.wire.messages import PROTOCOL_VERSION, Hello
@@ -59,12 +69,14 @@ class Step:
 
     Attributes:
         restore: its synchronous restore; unfenced: caches no one has waited for yet.
+        unproven: fenced copies whose bytes are right only if other ranks did their part.
         save: its save; unsaved: caches whose put is not out yet.
     """
 
     meta: AdpMetadata
     restore: Job | None = None
     unfenced: set[int] = field(default_factory=set)
+    unproven: list[Ticket] = field(default_factory=list)
     save: Job | None = None
     unsaved: dict[int, CacheGeometry] = field(default_factory=dict)
 
@@ -165,6 +177,8 @@ class WorkerSide:
 
         self._open_client = open_client
         self._client = open_client()
+        if self._settings.nvlink_fanout:
+            self._client.fanout = self._open_fanout(self._client.mover, tp_rank)
         self._client.start()
         if not self._client.wait_settled() and self._settings.gateway_required:
             raise GatewayError(f"{self._client.off_reason} (gateway_required is set)")
@@ -175,6 +189,23 @@ class WorkerSide:
             self._engine.chunk_tokens,
             self._chunk_bytes,
         )
+
+    def _open_fanout(self, mover: Mover, tp_rank: int) -> Fanout | None:
+        """Form groups with the other ranks, all of which do so now."""
+        if not any(cache.is_replicated for cache in self._caches.values()):
+            log.info("nvlink_fanout: nothing to do, no cache is the same on several ranks")
+            return None
+        settings = FanoutSettings(
+            staging_bytes=self._settings.fanout_staging_bytes,
+            timeout_s=self._settings.load_timeout_s,
+        )
+        obstacle = None
+        if device_connections() == "1":
+            obstacle = (
+                "with CUDA_DEVICE_MAX_CONNECTIONS = 1 the model's kernels and an exchange could "
+                "wait for each other: unset it"
+            )
+        return start_fanout(mover, tp_rank, tell_tp_ranks, settings, obstacle)
 
     @property
     def _chunk_bytes(self) -> int:
@@ -230,13 +261,18 @@ class WorkerSide:
             return
         step.unfenced.discard(index)
         began = time.monotonic()
-        for ticket in step.restore.wait_cache(index):
+        tickets = step.restore.wait_cache(index)
+        for ticket in tickets:
             ticket.fence()
         self.stats.observe("restore_wait_seconds", time.monotonic() - began)
         if not step.unfenced:
             self.stats.observe("restore_seconds", time.monotonic() - step.restore.began)
-        if step.restore.failed_chunks.any():
-            self._on_failed_restore(step.meta, step.restore)
+        step.unproven += tickets
+        self._note_failure(step, step.restore)
+
+    def _note_failure(self, step: Step, restore: Job) -> None:
+        if restore.failed_chunks.any():
+            self._on_failed_restore(step.meta, restore)
             self._drop_save(step)
 
     def _on_failed_restore(self, meta: AdpMetadata, job: Job) -> None:
@@ -270,11 +306,20 @@ class WorkerSide:
         """Save a layer that has just computed, if it is worth a request of its own."""
         step = self._begin(meta)
         cache = step.unsaved.get(self._index_of.get(name, -1))
-        if cache is None or step.save is None:
+        if cache is None or step.save is None or self._awaits_proof(step):
             return
         if cache.slice_bytes * step.save.num_chunks >= LAYERWISE_SAVE_BYTES:
             del step.unsaved[cache.index]
             self.client.submit_save(step.save, SAVE_LAYER, [cache], self.client.mover.mark())
+
+    def _awaits_proof(self, step: Step) -> bool:
+        """Return whether this step may still turn out to have computed from wrong pages.
+
+        What it computed is then saved at its end, when that is known.
+        """
+        if step.restore is not None:
+            step.unproven = step.restore.unproven(step.unproven)
+        return bool(step.unproven)
 
     def _drop_save(self, step: Step) -> None:
         step.unsaved = {}
@@ -297,6 +342,10 @@ class WorkerSide:
             for index in list(step.unfenced):
                 self._fence(step, index)
             self._hooked -= {self._index_of[name] for name in names}
+        if step.restore is not None:
+            step.restore.wait_proven(step.unproven)
+            step.unproven = []
+            self._note_failure(step, step.restore)
         if step.save is not None and step.unsaved:
             rest = list(step.unsaved.values())
             step.unsaved = {}

@@ -1,1 +1,1 @@
-"""NVLink fan-out of replicated caches over the ranks of one group."""
+"""Replicated caches: each rank reads a share, the ranks exchange the rest over NVLink."""

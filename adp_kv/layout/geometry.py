@@ -65,14 +65,23 @@ class CacheGeometry:
         """Bytes of one object, all slices together."""
         return self.num_slices * self.slice_bytes
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the same bytes."""
+        return self.num_slices == 1 and self.num_replicas > 1
+
     def replica_rows(self, num_objects: int, turn: int) -> slice:
         """Return which of num_objects this rank stores when replicas share the work.
+
+        A put of a chunk or two is shared too: from layer to layer, and from cache to cache of
+        a layer, another rank's turn comes first.
 
         Args:
             num_objects: objects of this cache in one put.
             turn: any number all replicas agree on; rotates who gets which share.
         """
-        share = (self.replica_idx + turn) % self.num_replicas
+        layer, kind = divmod(self.index, CACHES_PER_LAYER)
+        share = (self.replica_idx + turn + layer + kind) % self.num_replicas
         first = num_objects * share // self.num_replicas
         return slice(first, num_objects * (share + 1) // self.num_replicas)
 

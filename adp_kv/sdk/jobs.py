@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +27,8 @@ from adp_kv.errors import TransferError
 from adp_kv.layout.geometry import CacheGeometry
 from adp_kv.transfer.base import Ticket
 from adp_kv.wire.keys import KeyArray
+
+PROOF_POLL_S = 0.0002
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class Job:
         self.caches = list(caches)
         self.began = time.monotonic()
         self.deadline = self.began + timeout_s
+        self._timeout_s = timeout_s
         self.lock = threading.Condition()
         self.abandoned = False
         self.reason: str | None = None
@@ -121,6 +124,29 @@ class Job:
             self.abandon(f"{progress.num_unsettled} objects did not arrive in time")
         return progress.tickets
 
+    def unproven(self, tickets: Iterable[Ticket]) -> list[Ticket]:
+        """Return the tickets of which it is not known yet whether their bytes are right.
+
+        One whose bytes are not fails the job.
+        """
+        try:
+            return [ticket for ticket in tickets if not ticket.proven()]
+        except TransferError as error:
+            self.fail(slice(None), str(error))
+            return []
+
+    def wait_proven(self, tickets: Iterable[Ticket]) -> None:
+        """Wait until it is known whether the bytes of fenced copies are right.
+
+        An exchange ends, or is ended, within the job's time-out of its start.
+        """
+        limit = self.deadline + self._timeout_s
+        while tickets := self.unproven(tickets):
+            if time.monotonic() > limit:
+                self.fail(slice(None), "an exchange did not end in time")
+                return
+            time.sleep(PROOF_POLL_S)
+
     @property
     def expired(self) -> bool:
         """Whether the deadline has passed."""
@@ -132,7 +158,14 @@ class Job:
         with self.lock:
             if not self.abandoned:
                 return self._num_unfinished == 0
-            return all(_ended(t) for p in self._progress.values() for t in p.tickets)
+            return all(self._ended(t) for p in self._progress.values() for t in p.tickets)
+
+    def _ended(self, ticket: Ticket) -> bool:
+        try:
+            return ticket.done()
+        except TransferError as error:
+            self.fail(slice(None), str(error))
+            return True  # it moves nothing any more
 
     def wait_finished(self, timeout_s: float) -> None:
         """Return when the job is finished or abandoned, or after timeout_s."""
@@ -150,10 +183,3 @@ class Job:
         """Blocks whose pages were not all restored."""
         blocks = self.blocks[self.failed_chunks]
         return {int(b) for b in blocks[blocks >= 0]}
-
-
-def _ended(ticket: Ticket) -> bool:
-    try:
-        return ticket.done()
-    except TransferError:
-        return True  # it moves nothing any more

@@ -2,6 +2,7 @@
 
     restore  Get ─► Granted(slots, status) ─► mover.restore ─► bytes arrived ─► Release
     save     Put ─► Granted(slots)         ─► mover.save    ─► ring filled   ─► Release
+    replicated caches, with a fan-out:         fanout.restore, by all ranks of a group alike
 
 Threads: submit_* may be called by the forward pass and never block; everything else
 runs on the loop's thread, which alone uses the channel and the mover. The order of
@@ -24,6 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adp_kv.errors import GatewayError, TransferError
+from adp_kv.fanout.fanout import Fanout
+from adp_kv.fanout.plan import Shape
 from adp_kv.layout.geometry import CacheGeometry, CacheStack
 from adp_kv.ring.region import RingMapping, attach
 from adp_kv.sdk.jobs import Job
@@ -49,6 +52,7 @@ log = logging.getLogger("adp_kv")
 
 POLL_S = 0.0005
 IDLE_S = 1.0
+CLOSE_GRACE_S = 1.0
 _STEP_SHIFT = 24
 _KIND_SHIFT = 20
 RESTORE, ASYNC_RESTORE, SAVE_LAYER, SAVE_REST = range(4)
@@ -92,6 +96,9 @@ class RankClient(ChannelLoop):
         scratch_address: device address of max(page_bytes) bytes that nobody reads, where
             pages go that a restore brings but nobody wants.
         address, timeout_s, connect_timeout_s: of the channel.
+
+    Attributes:
+        fanout: exchanges replicated caches; set before start(), closed by the loop's thread.
     """
 
     def __init__(
@@ -107,6 +114,7 @@ class RankClient(ChannelLoop):
         super().__init__(hello, address, timeout_s, connect_timeout_s)
         self.caches = {cache.index: cache for cache in caches}
         self.mover = mover
+        self.fanout: Fanout | None = None
         self.counts: dict[str, int] = {}
         self._scratch_address = scratch_address
         self._mapping: RingMapping | None = None
@@ -188,7 +196,7 @@ class RankClient(ChannelLoop):
         flight = Flight(message.seq, message.first, len(slots), transfer.job)
         try:
             with transfer.job.lock:
-                if not transfer.job.abandoned:
+                if not transfer.is_put or not transfer.job.abandoned:
                     self._start(transfer, message, slots, flight)
         except TransferError as error:
             log.warning("a copy could not be started: %s", error)
@@ -216,35 +224,81 @@ class RankClient(ChannelLoop):
             chosen = wanted if mine is None else mine & wanted
             ticket = None
             if chosen.any():
-                ticket = self._copy(transfer, slots[chosen], positions[chosen], rows[chosen])
-                flight.tickets.append(ticket)
+                picked = (slots[chosen], positions[chosen], rows[chosen])
+                if transfer.is_put:
+                    ticket = self._save(transfer, *picked)
+                else:
+                    ticket = self._restore(transfer, (message.seq, message.first), *picked)
+                flight.tickets += [ticket] if ticket is not None else []
             for position, count in counts:
                 job.note_started(stack.caches[position].index, count, ticket)
 
-    def _copy(
+    def _save(
         self,
         transfer: Transfer,
         slots: NDArray[np.uint32],
         positions: NDArray[np.int64],
         rows: NDArray[np.int64],
     ) -> Ticket:
-        """Start the copy of slices of one shape."""
+        """Start the copy of slices of one shape into the ring."""
+        copy = self._slices(transfer, slots, positions, rows)
+        self._count("bytes_saved", copy.total_bytes)
+        return self.mover.save(copy, transfer.mark)
+
+    def _restore(
+        self,
+        transfer: Transfer,
+        label: tuple[int, int],
+        slots: NDArray[np.uint32],
+        positions: NDArray[np.int64],
+        rows: NDArray[np.int64],
+    ) -> Ticket | None:
+        """Start the copy of slices of one shape out of the ring; None if the job was given up.
+
+        Whether they are exchanged follows from the batch alone, and then this rank takes part
+        whatever has happened to its job (see adp_kv.fanout.fanout). A get names one cache, so
+        no failure of another transfer of the batch comes in between.
+        """
+        job, cache = transfer.job, transfer.stack.caches[int(positions[0])]
+        shape = Shape(len(slots), cache.blocks_per_chunk, cache.page_bytes)
+        exchanges = cache.is_replicated and self.fanout is not None and self.fanout.takes(shape)
+        if self.fanout is None or not exchanges:
+            if job.abandoned:
+                return None
+            copy = self._slices(transfer, slots, positions, rows)
+            self._count("bytes_restored", copy.total_bytes)
+            return self.mover.restore(copy, transfer.mark)
+        mine: SliceCopy | None = None
+        try:
+            mine = None if job.abandoned else self._slices(transfer, slots, positions, rows)
+        except TransferError as error:
+            job.fail(slice(None), str(error))
+        self._count("bytes_restored", shape.total_bytes)
+        self._count("bytes_exchanged", shape.total_bytes)
+        return self.fanout.restore(label, shape, mine, transfer.mark)
+
+    def _slices(
+        self,
+        transfer: Transfer,
+        slots: NDArray[np.uint32],
+        positions: NDArray[np.int64],
+        rows: NDArray[np.int64],
+    ) -> SliceCopy:
+        """Return where slices of one shape lie in the ring, and their pages."""
         if self._mapping is None:
             raise GatewayError("slots were granted before the ring was mapped")
         cache = transfer.stack.caches[int(positions[0])]
         pages = transfer.stack.page_addresses(
             positions, transfer.job.blocks[rows], self._scratch_address
         )
-        if transfer.is_put:
-            addresses = self._mapping.write_addresses(slots) + cache.slice_offset
-            self._count("bytes_saved", len(slots) * cache.slice_bytes)
-            return self.mover.save(SliceCopy(addresses, pages, cache.page_bytes), transfer.mark)
-        addresses = self._mapping.read_addresses(slots) + cache.slice_offset
-        self._count("bytes_restored", len(slots) * cache.slice_bytes)
-        return self.mover.restore(SliceCopy(addresses, pages, cache.page_bytes), transfer.mark)
+        mapping = self._mapping
+        addresses = mapping.write_addresses if transfer.is_put else mapping.read_addresses
+        return SliceCopy(addresses(slots) + cache.slice_offset, pages, cache.page_bytes)
 
     def on_turn(self) -> float:
         """Release what has landed."""
+        if self.fanout is not None:
+            self.fanout.check()
         self._land()
         return POLL_S if self._flights else IDLE_S
 
@@ -267,7 +321,8 @@ class RankClient(ChannelLoop):
                 if not ticket.done():
                     flying.append(ticket)
             except TransferError as error:
-                log.warning("a copy failed: %s", error)
+                if flight.job.reason is None:  # else every further batch says it again
+                    log.warning("a copy failed: %s", error)
                 flight.job.fail(slice(None), str(error))
                 flight.ok = False
         flight.tickets = flying
@@ -286,6 +341,9 @@ class RankClient(ChannelLoop):
 
     def on_exit(self) -> None:
         """Wait for the copies in flight, then let go of the ring."""
+        if self.fanout is not None and not self.fanout.close(CLOSE_GRACE_S):
+            log.warning("the ring stays mapped: the device still waits for what it computes")
+            return
         try:
             self.mover.close()
         except TransferError as error:

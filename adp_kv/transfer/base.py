@@ -72,6 +72,16 @@ class Ticket(ABC):
     def fence(self) -> None:
         """Make the caller's current stream wait for the transfer; never blocks the CPU."""
 
+    def proven(self) -> bool:
+        """Return whether the bytes will be right where fence() has let something go on.
+
+        False: not known yet, as long as other ranks have a part in it; ask again.
+
+        Raises:
+            TransferError: They are not to be used.
+        """
+        return True
+
 
 class Mover(ABC):
     """Moves slices between the ring and pages (see the module's contract)."""

@@ -97,6 +97,11 @@ class CopyEngine:
         self._batch = batch
 
     @property
+    def runtime(self) -> CudaRuntime:
+        """The calls underneath, for copies that no method here makes."""
+        return self._runtime
+
+    @property
     def has_batch(self) -> bool:
         """Whether many copies are one call."""
         return self._batch is not None

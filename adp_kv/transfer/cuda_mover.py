@@ -20,6 +20,7 @@ from adp_kv.errors import TransferError
 from adp_kv.transfer.base import Mark, Mover, SliceCopy, Ticket
 from adp_kv.transfer.copy_engine import BatchCopy, CopyEngine, open_batch
 from adp_kv.transfer.device import TorchDevice
+from adp_kv.transfer.hardware import Hardware
 from adp_kv.transfer.pipes import Pipe, RestorePipe, SavePipe
 from adp_kv.transfer.plan import Limits, Thresholds, check_copy, make_plan
 from adp_kv.transfer.registration import RingRegistration
@@ -80,6 +81,11 @@ class CudaMover(Mover):
     def use(self, restore: Thresholds, save: Thresholds) -> None:
         """Choose ways by other thresholds from the next transfer on."""
         self._thresholds = (restore, save)
+
+    @property
+    def hardware(self) -> Hardware:
+        """What others that work on the same device and ring may use."""
+        return Hardware(self._device, self._engine, self._ring)
 
     @override
     def register_ring(self, address: int, num_bytes: int) -> None:

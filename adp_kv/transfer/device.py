@@ -9,14 +9,33 @@ Failure scope: errors of a lost device are RuntimeError and stay.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from adp_kv.transfer.runtime import CudaRuntime
 
+if TYPE_CHECKING:
+    from adp_kv.kernels.prepared import PreparedCopy
+
 _CAPTURE_RELAXED = 2
+
+
+class CaptureSafe:
+    """A context in which the calling thread's calls end nobody's capture."""
+
+    __slots__ = ("_exchange", "_mode")
+
+    def __init__(self, exchange: Callable[[object], object]) -> None:
+        self._exchange = exchange
+        self._mode = ctypes.c_int(_CAPTURE_RELAXED)
+
+    def __enter__(self) -> None:
+        self._exchange(ctypes.byref(self._mode))  # swaps: it now holds what was set before
+
+    def __exit__(self, *_: object) -> None:
+        self._exchange(ctypes.byref(self._mode))
 
 
 class TorchDevice:
@@ -28,6 +47,7 @@ class TorchDevice:
         self.index = index
         self._device = torch.device("cuda", index)
         self._runtime = runtime
+        self._prepared: dict[int, PreparedCopy | None] = {}
         self._exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
 
     def bind(self) -> None:
@@ -35,15 +55,9 @@ class TorchDevice:
         torch.cuda.set_device(self.index)
         self._runtime.setDevice(self.index)
 
-    @contextmanager
-    def capture_safe(self) -> Iterator[None]:
+    def capture_safe(self) -> CaptureSafe:
         """Let the calling thread use CUDA while another thread captures a graph."""
-        mode = ctypes.c_int(_CAPTURE_RELAXED)
-        self._exchange(ctypes.byref(mode))  # swaps: mode now holds what was set before
-        try:
-            yield
-        finally:
-            self._exchange(ctypes.byref(mode))
+        return CaptureSafe(self._exchange)
 
     def machine(self) -> str:
         """Return what a measurement holds for: the device, its driver, torch's CUDA."""
@@ -65,6 +79,18 @@ class TorchDevice:
         event = torch.cuda.Event()
         event.record(stream)
         return event
+
+    def event(self) -> torch.cuda.Event:
+        """Return an event to record again and again; who waits, waits for the last time before."""
+        return torch.cuda.Event()
+
+    def prepare(self) -> None:
+        """Compile the page kernels for launch_prepared()."""
+        from adp_kv.kernels.prepared import prepare  # noqa: PLC0415  # imports Triton
+
+        scratch = self.allocate(256)
+        for align in (16, 8, 1):
+            self._prepared[align] = prepare(scratch, self.current_stream(), align)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Return uint8 [num_bytes] on the device."""
@@ -89,3 +115,31 @@ class TorchDevice:
 
         with torch.cuda.stream(stream):
             copy_pages(src_addrs, dst_addrs, page_bytes, align=align, num_programs=num_programs)
+
+    def launch_prepared(
+        self,
+        stream: torch.cuda.Stream,
+        src_addrs: torch.Tensor,
+        dst_addrs: torch.Tensor,
+        num_pages: int,
+        page_bytes: int,
+        *,
+        align: int,
+        num_programs: int,
+    ) -> None:
+        """As launch(), for the first num_pages of whole tables, and quickly once prepare() ran."""
+        prepared = self._prepared.get(align)
+        if prepared is None:
+            sources, targets = src_addrs[:num_pages], dst_addrs[:num_pages]
+            self.launch(
+                stream, sources, targets, page_bytes, align=align, num_programs=num_programs
+            )
+            return
+        prepared.launch(
+            stream.cuda_stream,
+            src_addrs.data_ptr(),
+            dst_addrs.data_ptr(),
+            num_pages,
+            page_bytes,
+            num_programs,
+        )

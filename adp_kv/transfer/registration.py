@@ -39,11 +39,17 @@ class RingRegistration:
         self._address = 0
         self._num_bytes = 0
         self._pieces: list[int] = []
+        self._borders: list[int] = []
 
     @property
     def borders(self) -> NDArray[np.int64]:
         """Sorted addresses at which one piece ends and the next begins."""
         return np.array(self._pieces[1:], dtype=np.int64)
+
+    @property
+    def border_list(self) -> list[int]:
+        """The borders as plain numbers; not to be changed."""
+        return self._borders
 
     def covers(self, first: int, end: int) -> bool:
         """Return whether [first, end) is registered."""
@@ -72,6 +78,7 @@ class RingRegistration:
             self._unregister(done)
             raise TransferError(_explain(failed, num_bytes)) from failed
         self._address, self._num_bytes, self._pieces = address, num_bytes, done
+        self._borders = done[1:]
 
     def unregister(self) -> None:
         """Give the ring back; errors are dropped, since a lost device has nothing registered."""

@@ -15,6 +15,12 @@ A WRITE reads memory until its batch is done; overwriting an existing key with
 the same length is allowed, and the old or the new value is what later reads see.
 A zero-length value is a marker: it exists or not and moves no bytes.
 
+Groups. A value may belong to a group: the values of one chunk, and the marker that says
+they are whole (its commit record). A card that evicts does so by the group, marker first,
+so that EXIST never finds a marker whose values are going; a group without a marker is
+kept `uncommitted_s` from its last write and then may go, at a restart at once. A value that
+turns out lost or damaged takes its group's marker with it.
+
 Durability. A WRITE that answered OK is readable at once and survives kill -9 of
 the process; what a power loss may take is each card's to say. A batch may be
 partly done: each entry has its own status. Entries of a batch run in any order.
@@ -27,6 +33,7 @@ A card knows nothing of engines, ranks, layers, objects or the ring.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +43,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from adp_kv.errors import CardError
 from adp_kv.metrics import Histogram
 from adp_kv.wire.keys import KeyArray
 
@@ -50,7 +58,11 @@ class Op(IntEnum):
 
 
 class Status(IntEnum):
-    """How one entry of a batch ended."""
+    """How one entry of a batch ended.
+
+    UNREACHABLE is said above the card alone: it did not answer in time, or the entry's
+    database is in quarantine.
+    """
 
     OK = 0
     ABSENT = 1
@@ -58,6 +70,7 @@ class Status(IntEnum):
     IO_ERROR = 3
     NO_SPACE = 4
     TOO_LARGE = 5
+    UNREACHABLE = 6
 
 
 StatusArray: TypeAlias = NDArray[np.uint8]
@@ -73,11 +86,14 @@ class CardLimits:
         alignment_bytes: power of two; addresses of non-empty values are multiples of it,
             and a value's memory extends to the next multiple of it.
         num_databases: independent key spaces, read in parallel.
+        uncommitted_s: how long values of a group without marker are kept; infinite for a
+            card that evicts nothing.
     """
 
     max_value_bytes: int
     alignment_bytes: int
     num_databases: int
+    uncommitted_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +107,8 @@ class Batch:
         keys: uint64 [n, 2]; no key twice in one WRITE or DELETE batch.
         addresses: uint64 [n], host memory to fill or to read; READ and WRITE only.
         lengths: uint32 [n], value bytes; READ and WRITE only.
+        groups: uint64 [n], the group of each value, 0 for none; WRITE only, None for none.
+        namespace: 32 bits that stand for whoever writes; a quota is counted by it.
     """
 
     op: Op
@@ -99,6 +117,8 @@ class Batch:
     keys: KeyArray
     addresses: NDArray[np.uint64] | None = None
     lengths: NDArray[np.uint32] | None = None
+    groups: NDArray[np.uint64] | None = None
+    namespace: int = 0
 
 
 class Card(ABC):
@@ -140,6 +160,29 @@ class Card(ABC):
     def latencies(self) -> dict[int, Histogram]:
         """Return each database's durations of I/O so far; empty where a card can't tell."""
         return {}
+
+    def verify(self) -> dict[str, int]:
+        """Read every value of the open card; damaged ones go, with their chunk's commit record.
+
+        Returns:
+            values, bytes, corrupt, failed (could not be read), and what else the kind tells.
+
+        Raises:
+            CardError: This kind can't; the message says what can be done instead.
+        """
+        raise CardError("this kind of card can't list its values; each load checks what it reads")
+
+    def format(self, *, force: bool) -> None:
+        """Make the closed card empty.
+
+        Args:
+            force: even if it holds a card, a file system or something unknown.
+
+        Raises:
+            CardError: It holds something; or this kind can't, and the message says what can.
+        """
+        del force
+        raise CardError("this kind of card is emptied with its server's or device's own command")
 
     @abstractmethod
     def close(self) -> None:

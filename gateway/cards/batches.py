@@ -56,6 +56,8 @@ def check_batch(batch: Batch, limits: CardLimits) -> None:
         raise CardError(f"batch.databases: {highest}, but the card has {limits.num_databases}")
     if batch.op in (Op.READ, Op.WRITE):
         _check_memory(batch, n, limits.alignment_bytes)
+    if batch.groups is not None:
+        _check_column("groups", batch.groups, np.uint64, (n,))
     if batch.op in _UNIQUE_KEY_OPS and _has_twin(batch.databases, batch.keys):
         raise CardError(f"batch.keys: a key occurs twice in one {batch.op.name}")
 

@@ -32,6 +32,7 @@ _FIRST_MARK: Final = -3
 _MIN_CAPACITY: Final = 64
 _GROW_LOAD: Final = 0.5  # live rows at which the next rehash doubles the table
 _MAX_LOAD: Final = 0.65  # used rows (live and deleted) at which a rehash is due
+_LOAD_PIECE: Final = 1 << 14
 _MIX_A: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX_B: Final = np.uint64(0xC2B2AE3D27D4EB4F)
 _SHIFT: Final = np.uint64(32)
@@ -43,10 +44,15 @@ _Rows: TypeAlias = NDArray[np.int64]
 
 
 class KeyIndex:
-    """A map from 16-byte keys to locations (see the module's contract)."""
+    """A map from 16-byte keys to locations (see the module's contract).
+
+    Attributes:
+        generation: changes when keys move within the table.
+    """
 
     def __init__(self, expected_keys: int = 0) -> None:
         """Make an empty index that holds `expected_keys` without a rehash."""
+        self.generation = 0
         self._allocate(_capacity_for(expected_keys))
 
     def __len__(self) -> int:
@@ -85,6 +91,18 @@ class KeyIndex:
             displaced[wave] = self._insert_unique(keys[wave], locations[wave])
         return displaced
 
+    def load(self, keys: KeyArray, locations: Locations) -> None:
+        """Add many keys that are not there and differ from each other.
+
+        Args:
+            keys: uint64 [n, 2].
+            locations: int64 [n], all >= 0.
+        """
+        self._make_room(len(keys))
+        for start in range(0, len(keys), _LOAD_PIECE):  # temporaries that stay in the cache
+            piece = slice(start, start + _LOAD_PIECE)
+            self._place(keys[piece], locations[piece])
+
     def delete(self, keys: KeyArray, only_if: Locations | None = None) -> Locations:
         """Remove keys and return the locations they had.
 
@@ -110,10 +128,19 @@ class KeyIndex:
 
     def items(self) -> tuple[KeyArray, Locations]:
         """Return a copy of all keys and locations, in no particular order."""
-        rows = np.flatnonzero(self._values >= 0)
+        return self.piece(0, self.capacity)
+
+    def piece(self, start: int, count: int) -> tuple[KeyArray, Locations]:
+        """Return the keys and locations in `count` rows of the table from `start` on, a copy.
+
+        Pieces up to `capacity` cover every key that is there all the while, as long as
+        `generation` stays the same.
+        """
+        rows = start + np.flatnonzero(self._values[start : start + count] >= 0)
         return self._keys[rows], self._values[rows]
 
     def _allocate(self, capacity: int) -> None:
+        self.generation += 1
         self._keys: KeyArray = np.zeros((capacity, KEY_WORDS), dtype=np.uint64)
         self._values: Locations = np.full(capacity, _EMPTY, dtype=np.int64)
         self._mask = np.int64(capacity - 1)

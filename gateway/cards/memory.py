@@ -29,14 +29,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
 from adp_kv.errors import CardError, ConfigError
 from adp_kv.units import KiB, MiB, align_up
-from gateway.cards.base import Batch, Card, CardLimits, OnDone, Op, Status
+from gateway.cards.base import Batch, Card, CardLimits, OnDone, Op, Status, StatusArray
 from gateway.cards.batches import (
     PendingBatch,
     Rows,
@@ -45,6 +44,9 @@ from gateway.cards.batches import (
     check_batch,
     value_checksums,
 )
+from gateway.cards.evictor import Evictor
+from gateway.cards.memory_shelf import MemoryShelf
+from gateway.cards.retention import RetentionSettings
 from gateway.cards.slots import SlotTable
 
 _logger: Final = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ _memmove.restype = None
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
-class MemorySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MemorySettings(RetentionSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the memory card.
 
     Attributes:
@@ -95,6 +97,7 @@ class MemorySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"capacity_bytes: {self.capacity_bytes} has no room for one value of "
                 f"{self.max_value_bytes} bytes in each of {self.num_databases} databases"
             )
+        self.check_retention(self.stride_bytes)
 
     @property
     def stride_bytes(self) -> int:
@@ -147,10 +150,13 @@ class MemoryCard(Card):
     def __init__(self, settings: MemorySettings) -> None:
         """Make a closed card."""
         self._settings = settings
-        self._limits = CardLimits(settings.max_value_bytes, 1, settings.num_databases)
+        self._limits = CardLimits(
+            settings.max_value_bytes, 1, settings.num_databases, settings.uncommitted_s
+        )
         self._planner: WorkerPool | None = None
         self._num_copiers = settings.num_copiers
-        self._counts = dict.fromkeys(("bytes_read", "bytes_written", "corrupt", "io_errors"), 0)
+        names = ("bytes_read", "bytes_written", "corrupt", "io_errors", "dropped_by_quota")
+        self._counts = dict.fromkeys(names, 0)
         self._counts_lock = threading.Lock()
         self._plans: dict[Op, Callable[[PendingBatch], None]] = {
             Op.EXIST: self._exist,
@@ -184,7 +190,10 @@ class MemoryCard(Card):
         base = np.frombuffer(self._values, dtype=np.uint8).ctypes.data
         first = np.arange(s.num_databases, dtype=np.uint64) * np.uint64(slots * s.stride_bytes)
         self._bases = first + np.uint64(base)
-        self._tables = [SlotTable(slots) for _ in range(s.num_databases)]
+        self._groups = s.new_groups(slots * s.num_databases, s.stride_bytes)
+        self._tables = [SlotTable(slots, self._groups) for _ in range(s.num_databases)]
+        self._shelves = [MemoryShelf(t, i, self._groups) for i, t in enumerate(self._tables)]
+        self._evictor = Evictor(self._groups, self._shelves, s)
         self._on_done = on_done
         self._copiers = WorkerPool("adp-card-copy", self._num_copiers)
         self._planner = WorkerPool("adp-card-plan", 1)
@@ -212,6 +221,7 @@ class MemoryCard(Card):
             return {
                 "values": sum(len(table) for table in tables),
                 "free_slots": sum(table.num_free for table in tables),
+                **(self._evictor.stats() if tables else {}),
                 **self._counts,
             }
 
@@ -220,6 +230,7 @@ class MemoryCard(Card):
         if self._planner is None:
             return
         planner, self._planner = self._planner, None
+        self._evictor.stop(_CLOSE_TIMEOUT_S)
         if not (planner.stop(_CLOSE_TIMEOUT_S) and self._copiers.stop(_CLOSE_TIMEOUT_S)):
             _logger.error("memory card: copies did not end within %g s", _CLOSE_TIMEOUT_S)
             return
@@ -238,7 +249,7 @@ class MemoryCard(Card):
         for database, rows in by_database(batch.databases, _all_rows(batch)):
             table = self._tables[database]
             with table.lock:
-                there = table.find(batch.keys[rows]) >= 0
+                there = table.exists(batch.keys[rows])
             pending.status[rows] = np.where(there, Status.OK, Status.ABSENT)
         pending.settle()
 
@@ -263,6 +274,7 @@ class MemoryCard(Card):
                 slots[rows], status[rows], checksums[rows] = table.pin(
                     batch.keys[rows], lengths[rows]
                 )
+                table.hold(slots[rows[status[rows] == Status.OK]])
         status[lengths > self._limits.max_value_bytes] = Status.TOO_LARGE
         pinned = status == Status.OK
 
@@ -278,6 +290,7 @@ class MemoryCard(Card):
                 with table.lock:
                     if corrupt[rows].any():
                         wrong = rows[corrupt[rows]]
+                        self._evictor.condemn(table.row_at(slots[wrong]))
                         table.delete(batch.keys[wrong], slots[wrong])
                     table.unpin(slots[rows[pinned[rows]]])
             self._count(
@@ -296,12 +309,14 @@ class MemoryCard(Card):
         slots = np.full(len(lengths), marker, dtype=np.int64)
         done = lengths <= self._limits.max_value_bytes
         status[~done] = Status.TOO_LARGE
+        done, num_reserved = self._within_quota(batch, done, status)
         parts = list(by_database(batch.databases, _all_rows(batch)))
         for database, rows in parts:
             table = self._tables[database]
             wanting = rows[done[rows] & (lengths[rows] > 0)]
             with table.lock:
                 taken = table.allocate(wanting.size)
+                self._evictor.check_room(self._shelves[database])
             slots[wanting[: taken.size]] = taken
             status[wanting[taken.size :]] = Status.NO_SPACE
             done[wanting[taken.size :]] = False
@@ -313,9 +328,10 @@ class MemoryCard(Card):
                 table, mine = self._tables[database], rows[done[rows]]
                 with table.lock:
                     if transfer.whole:
-                        table.put(batch.keys[mine], slots[mine], lengths[mine], checksums[mine])
+                        self._shelves[database].put(batch, mine, slots[mine], checksums[mine])
                     else:
                         table.give_back(slots[mine])
+            self._groups.release(batch.namespace, num_reserved)
             if transfer.whole:
                 status[done] = Status.OK
                 self._count(bytes_written=int(lengths[done].sum()))
@@ -324,6 +340,18 @@ class MemoryCard(Card):
         targets = self._addresses(batch.databases[moving], slots[moving])
         transfer = _transfer(pending, moving, finish)
         self._move(transfer, targets, transfer.addresses)
+
+    def _within_quota(
+        self, batch: Batch, done: NDArray[np.bool_], status: StatusArray
+    ) -> tuple[NDArray[np.bool_], int]:
+        """Return which entries the namespace may still write, and how many slots are reserved."""
+        wanting = np.flatnonzero(done & (_columns(batch)[0] > 0))
+        allowed = self._groups.reserve(batch.namespace, wanting.size)
+        self._evictor.check_quota()
+        status[wanting[allowed:]] = Status.NO_SPACE
+        self._count(dropped_by_quota=wanting.size - allowed)
+        done[wanting[allowed:]] = False
+        return done, allowed
 
     def _move(
         self, transfer: _Transfer, targets: NDArray[np.uint64], sources: NDArray[np.uint64]

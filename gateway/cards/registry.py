@@ -70,7 +70,7 @@ def _slab(settings: Mapping[str, object]) -> Card:
     from gateway.cards.slab import SlabCard  # noqa: PLC0415
     from gateway.cards.slab_settings import SlabSettings  # noqa: PLC0415
 
-    return SlabCard(_convert(settings, SlabSettings))
+    return SlabCard(_convert(_listed(settings, "devices"), SlabSettings))
 
 
 def _nvme_kv(settings: Mapping[str, object]) -> Card:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-import msgspec
-
 from adp_kv.errors import ConfigError
 from adp_kv.units import PAGE_BYTES, KiB, MiB
 from gateway.cards.engines import EngineKind
+from gateway.cards.retention import RetentionSettings
 
 _MAX_DATABASES: Final = 4096
 _MAX_SLOT_BYTES: Final = 1 << 30
@@ -17,7 +16,7 @@ _MIN_SYNC_INTERVAL_S: Final = 0.01
 _ALIGNMENTS: Final = (0, 512, PAGE_BYTES)
 
 
-class SlabSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SlabSettings(RetentionSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the slab card.
 
     Attributes:
@@ -35,6 +34,8 @@ class SlabSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         checker_threads: threads that compute checksums and append to journals.
         sync_interval_s: seconds between fdatasyncs: what a power loss may take.
         sync_bytes: bytes written to a database that bring the next fdatasync forward.
+        scrub_bytes_per_s: how fast values are read again in the background to find damaged
+            ones before a load does; 0: never.
         lock_wait_s: seconds to wait for a former gateway's last I/O to end.
         close_timeout_s: seconds that close() lets batches finish.
         alignment_bytes: of addresses and I/O: 512, 4096, or 0 to ask the file system.
@@ -52,6 +53,7 @@ class SlabSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     checker_threads: int = 2
     sync_interval_s: float = 1.0
     sync_bytes: int = 64 * MiB
+    scrub_bytes_per_s: int = 16 * MiB
     lock_wait_s: float = 2.0
     close_timeout_s: float = 10.0
     alignment_bytes: int = 0
@@ -69,7 +71,7 @@ class SlabSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("io_threads", "checker_threads", "sync_bytes"):
             _check_range(name, getattr(self, name), 1, None)
         _check_range("sync_interval_s", self.sync_interval_s, _MIN_SYNC_INTERVAL_S, None)
-        for name in ("lock_wait_s", "close_timeout_s"):
+        for name in ("lock_wait_s", "close_timeout_s", "scrub_bytes_per_s"):
             _check_range(name, getattr(self, name), 0, None)
         if self.devices and len(self.devices) != self.num_databases:
             raise ConfigError(
@@ -80,6 +82,8 @@ class SlabSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"capacity_bytes: {self.capacity_bytes} has no room for one slot of "
                 f"{self.slot_bytes} bytes in each of {self.num_databases} databases"
             )
+
+        self.check_retention(self.slot_bytes)
 
     @property
     def slots_per_database(self) -> int:

@@ -9,6 +9,10 @@ Byte map of a slab: a 4096-byte header (magic, format version, card id, database
 zeros up to DATA_OFFSET, then num_slots slots of slot_bytes. A slot holds a value and
 whatever pads it to the alignment.
 
+At open every group whose commit record is there and whose values are all there is taken
+over in the order it had; values of a group without one are what a put left that never
+came to its end, and are let go.
+
 The flock of each slab is held by the very descriptor its I/O goes through: the kernel
 lets it go only when the last write a killed process had in flight has ended, so that
 none can land in a slot the next process has given out.
@@ -23,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
 import secrets
 import stat
@@ -34,25 +37,26 @@ from typing import Final, Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from adp_kv.errors import CardError
-from adp_kv.units import PAGE_BYTES, MiB, format_bytes
-from adp_kv.wire.keys import KeyArray
-from gateway.cards.base import Status
+from adp_kv.units import PAGE_BYTES, format_bytes
 from gateway.cards.direct_io import open_direct
-from gateway.cards.index import Locations
-from gateway.cards.journal import Journal, JournalIdentity, Kind, sync_directory
+from gateway.cards.groups import GroupTable
+from gateway.cards.journal import Journal, sync_directory
+from gateway.cards.journal_records import JournalIdentity
+from gateway.cards.slab_database import Database, restore
+from gateway.cards.slab_format import (
+    DATA_OFFSET,
+    SLAB_MAGIC,
+    check_device_is_free,
+    check_may_format,
+    erase,
+)
 from gateway.cards.slots import SlotTable
 
-_logger: Final = logging.getLogger(__name__)
-
-DATA_OFFSET: Final = MiB
-_FORMAT_VERSION: Final = 1
-_MAGIC: Final = int.from_bytes(b"adpkvslb", "little")
+_FORMAT_VERSION: Final = 2
 _HEADER_WORDS: Final = 4
 _LOCK_POLL_S: Final = 0.02
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _BUSY: Final = (errno.EWOULDBLOCK, errno.EACCES)
 
 
@@ -76,84 +80,6 @@ class CardFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     on_devices: bool
     kind: Literal["adp_kv slab card"] = "adp_kv slab card"
     format_version: int = _FORMAT_VERSION
-
-
-@dataclass(slots=True)
-class Database:
-    """One key space; `table.lock` guards table, journal appends and dirty_bytes.
-
-    Attributes:
-        fd: the slab.
-        journal: of the slab.
-        table: which key is in which slot.
-        dirty_bytes: written since the last sync.
-        journal_failures: appends the file system refused.
-    """
-
-    fd: int
-    journal: Journal
-    table: SlotTable
-    dirty_bytes: int = 0
-    journal_failures: int = 0
-
-    def sync(self) -> None:
-        """Wait until the device has what was written before this call."""
-        with self.table.lock:
-            dirty, self.dirty_bytes = self.dirty_bytes, 0
-        if dirty:
-            os.fdatasync(self.fd)
-            self.journal.sync()
-
-    def record(
-        self,
-        kind: Kind,
-        keys: KeyArray,
-        slots: Locations,
-        lengths: NDArray[np.uint32] | None = None,
-        checksums: NDArray[np.uint64] | None = None,
-    ) -> Status:
-        """Append to the journal, table.lock held.
-
-        Returns:
-            OK; NO_SPACE or IO_ERROR where the file system refused and nothing was appended.
-        """
-        if lengths is None or checksums is None:
-            lengths, checksums = np.zeros(len(keys), np.uint32), np.zeros(len(keys), np.uint64)
-        try:
-            self.journal.append(kind, keys, slots, lengths, checksums)
-        except OSError as error:
-            self.journal_failures += 1
-            _logger.warning("journal: %s", error)
-            return Status.NO_SPACE if error.errno in _FULL else Status.IO_ERROR
-        self.dirty_bytes += len(keys)  # a sync is due, however little it is
-        return Status.OK
-
-    def put(
-        self,
-        keys: KeyArray,
-        slots: Locations,
-        lengths: NDArray[np.uint32],
-        checksums: NDArray[np.uint64],
-    ) -> Status:
-        """Journal, then index values whose bytes are in their slots, table.lock held.
-
-        Returns:
-            As record(); where it is not OK the slots are free again.
-        """
-        status = self.record(Kind.PUT, keys, slots, lengths, checksums)
-        if status is Status.OK:
-            self.table.put(keys, slots, lengths, checksums)
-        else:
-            self.table.give_back(slots)
-        return status
-
-    def drop(self, keys: KeyArray, slots: Locations) -> None:
-        """Delete keys that still are at `slots`, table.lock held.
-
-        A refused record changes nothing here: replay finds the value as corrupt as it is.
-        """
-        removed = self.table.delete(keys, slots)
-        self.record(Kind.DELETE, keys[removed], slots[removed])
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +137,12 @@ class Store:
             self._lock_fd = -1
 
 
-def open_store(spec: StoreSpec) -> Store:
+def open_store(spec: StoreSpec, groups: GroupTable) -> Store:
     """Open a card's directory, making the card if there is none.
+
+    Args:
+        spec: what to open.
+        groups: empty; filled with the groups that are there.
 
     Raises:
         CardError: Another process has it, it was made with other settings, a device holds
@@ -230,7 +160,9 @@ def open_store(spec: StoreSpec) -> Store:
         facts = _known_facts(spec)
         made = facts or _new_facts(spec)
         for number in range(spec.num_databases):
-            store.databases.append(_open_database(spec, made, number, deadline, new=facts is None))
+            new = facts is None
+            store.databases.append(_open_database(spec, made, number, deadline, groups, new=new))
+        restore(store.databases, groups)
         if facts is None:
             _write_facts(spec.path, made)
     except OSError as error:
@@ -240,6 +172,26 @@ def open_store(spec: StoreSpec) -> Store:
         store.close()
         raise
     return store
+
+
+def format_store(spec: StoreSpec, *, force: bool) -> None:
+    """Make an empty card, in the place of what is there if `force` says so.
+
+    Raises:
+        CardError: As check_may_format(); another process has the card; no room.
+    """
+    check_may_format(spec.path, spec.devices, force=force)
+    deadline = time.monotonic() + spec.lock_wait_s
+    try:
+        spec.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock_fd = os.open(spec.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _lock(lock_fd, spec.path, deadline)
+            erase(spec.path, spec.devices)
+        finally:
+            os.close(lock_fd)
+    except OSError as error:
+        raise CardError(f"path {spec.path}: {error}") from error
 
 
 def _lock(descriptor: int, path: Path, deadline: float) -> None:
@@ -285,7 +237,7 @@ def _known_facts(spec: StoreSpec) -> CardFacts | None:
     if facts.format_version != _FORMAT_VERSION:
         raise CardError(
             f"{path}: format {facts.format_version}, this version reads {_FORMAT_VERSION}; start "
-            "the version that wrote it, or delete the directory"
+            "the version that wrote it, or `adp-gateway card format --force` to start empty"
         )
     wanted = {
         "slot_bytes": (facts.slot_bytes, spec.slot_bytes),
@@ -314,7 +266,13 @@ def _write_facts(directory: Path, facts: CardFacts) -> None:
 
 
 def _open_database(
-    spec: StoreSpec, facts: CardFacts, number: int, deadline: float, *, new: bool
+    spec: StoreSpec,
+    facts: CardFacts,
+    number: int,
+    deadline: float,
+    groups: GroupTable,
+    *,
+    new: bool,
 ) -> Database:
     slab = spec.slab(number)
     create = os.O_CREAT if new and not spec.devices else 0
@@ -332,22 +290,13 @@ def _open_database(
     except BaseException:
         os.close(descriptor)
         raise
-    table = SlotTable(spec.num_slots)
-    live = journal.live
-    table.restore(
-        np.ascontiguousarray(live["key"]),
-        live["slot"].astype(np.int64),
-        np.ascontiguousarray(live["length"]),
-        np.ascontiguousarray(live["checksum"]),
-    )
-    journal.forget_live()
-    return Database(descriptor, journal, table)
+    return Database(descriptor, journal, SlotTable(spec.num_slots, groups), groups)
 
 
 def _make_slab(spec: StoreSpec, facts: CardFacts, number: int, descriptor: int) -> None:
     slab = spec.slab(number)
     if stat.S_ISBLK(os.fstat(descriptor).st_mode):
-        _check_device_is_empty(slab)
+        check_device_is_free(slab)
         _check_size(slab, spec.slab_bytes, os.lseek(descriptor, 0, os.SEEK_END))
     elif spec.devices:
         raise CardError(f"devices: {slab} is no block device; name one, or leave devices empty")
@@ -363,28 +312,16 @@ def _make_slab(spec: StoreSpec, facts: CardFacts, number: int, descriptor: int) 
                 f"{error.strerror}; lower it or make room"
             ) from error
     words = np.zeros(PAGE_BYTES // 8, dtype=np.uint64)
-    words[:_HEADER_WORDS] = (_MAGIC, _FORMAT_VERSION, facts.card_id, number)
+    words[:_HEADER_WORDS] = (SLAB_MAGIC, _FORMAT_VERSION, facts.card_id, number)
     with slab.open("r+b", buffering=0) as file:
         file.write(words.tobytes())
         os.fsync(file.fileno())
 
 
-def _check_device_is_empty(slab: Path) -> None:
-    """Refuse a device whose first MiB holds anything but zeros or a slab of ours."""
-    with slab.open("rb", buffering=0) as file:
-        start = file.read(DATA_OFFSET)
-    ours = len(start) >= PAGE_BYTES and int.from_bytes(start[:8], "little") == _MAGIC
-    if not ours and start.count(0) != len(start):
-        raise CardError(
-            f"devices: {slab} holds data that is not a slab; if it may go, clear it with "
-            f"`blkdiscard -z --length {DATA_OFFSET} {slab}` and start again"
-        )
-
-
 def _check_header(slab: Path, facts: CardFacts, number: int) -> None:
     with slab.open("rb", buffering=0) as file:
         start = file.read(8 * _HEADER_WORDS)
-    wanted = np.array([_MAGIC, _FORMAT_VERSION, facts.card_id, number], dtype="<u8")
+    wanted = np.array([SLAB_MAGIC, _FORMAT_VERSION, facts.card_id, number], dtype="<u8")
     if start != wanted.tobytes():
         raise CardError(
             f"{slab}: not database {number} of this card; name the card's own slabs in their "

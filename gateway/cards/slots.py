@@ -5,9 +5,12 @@ has it any more but a read of it is in flight. Overwriting a key takes a new slo
 lets the old one go, so no slot that anybody reads is ever written.
 
 The slot number `marker` stands for "no bytes": zero-length values share it; it is never
-allocated or freed, and a pin of it means nothing.
+allocated or freed, and a pin of it means nothing. The marker of a group is at `marker` + 1
++ the group's row instead, so that what finds it has the row, and what removes it by
+location can't remove the marker of the group's next life.
 
-Threads. The owner holds `lock` around every call and reads of the arrays.
+Threads. The owner holds `lock` around every call and reads of the arrays; the group
+table's lock is taken under it.
 Failure scope. None of its own.
 It must not know files, memory or what a checksum is computed of.
 """
@@ -22,7 +25,10 @@ from numpy.typing import NDArray
 
 from adp_kv.wire.keys import KeyArray
 from gateway.cards.base import Status, StatusArray
-from gateway.cards.index import KeyIndex, Locations
+from gateway.cards.group_facts import NO_GROUP
+from gateway.cards.group_queue import GroupRows
+from gateway.cards.groups import GroupTable
+from gateway.cards.index import ABSENT, KeyIndex, Locations
 
 
 class SlotTable:
@@ -33,14 +39,22 @@ class SlotTable:
         marker: the slot number of zero-length values, equal to the number of slots.
         lengths: uint32 [num_slots + 1], value bytes of live slots.
         checksums: uint64 [num_slots + 1], of live slots.
+        rows: int32 [num_slots + 1], the group of each live slot, or NO_GROUP.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        """Make an empty table."""
+    def __init__(self, num_slots: int, groups: GroupTable) -> None:
+        """Make an empty table.
+
+        Args:
+            num_slots: slots.
+            groups: told which groups gain and lose slots and markers.
+        """
         self.lock = threading.Lock()
+        self._groups = groups
         self.marker: Final = num_slots
         self.lengths: NDArray[np.uint32] = np.zeros(num_slots + 1, dtype=np.uint32)
         self.checksums: NDArray[np.uint64] = np.zeros(num_slots + 1, dtype=np.uint64)
+        self.rows: NDArray[np.int32] = np.full(num_slots + 1, NO_GROUP, dtype=np.int32)
         self._index = KeyIndex(num_slots)
         self._pins: NDArray[np.uint32] = np.zeros(num_slots + 1, dtype=np.uint32)
         self._dying: NDArray[np.bool_] = np.zeros(num_slots + 1, dtype=np.bool_)
@@ -57,19 +71,24 @@ class SlotTable:
         """Slots that can be allocated now."""
         return self._num_free
 
+    @property
+    def num_used(self) -> int:
+        """Slots that hold a value, are being written or still read."""
+        return self.marker - self._num_free
+
     def restore(
         self,
         keys: KeyArray,
         slots: Locations,
         lengths: NDArray[np.uint32],
         checksums: NDArray[np.uint64],
+        rows: GroupRows,
     ) -> None:
-        """Fill an empty table: distinct keys, and slots that differ but for the marker."""
-        self.lengths[slots] = lengths
-        self.checksums[slots] = checksums
-        self._index.insert(keys, slots)
+        """Fill an empty table: distinct keys, and slots that differ but for markers."""
+        self._describe(slots, lengths, checksums, rows)
+        self._index.load(keys, slots)
         used = np.zeros(self.marker + 1, dtype=np.bool_)
-        used[slots] = True
+        used[self._clip(slots)] = True
         free = np.flatnonzero(~used[: self.marker])[::-1]
         self._free[: free.size] = free
         self._num_free = free.size
@@ -77,6 +96,42 @@ class SlotTable:
     def find(self, keys: KeyArray) -> Locations:
         """Return the slot of each key, ABSENT (-1) where there is none."""
         return self._index.lookup(keys)
+
+    def exists(self, keys: KeyArray) -> NDArray[np.bool_]:
+        """Return which keys EXIST answers OK to: bool [n]; markers that are found are used."""
+        slots = self._index.lookup(keys)
+        there: NDArray[np.bool_] = slots >= 0
+        markers = np.flatnonzero(slots > self.marker)
+        if markers.size:
+            there[markers] = self._groups.use(slots[markers] - self.marker - 1)
+        return there
+
+    def hold(self, slots: Locations) -> None:
+        """Keep the groups of values that are being read from eviction for a while."""
+        self._groups.hold(np.unique(self.row_at(slots)))
+
+    def piece(self, start: int, count: int) -> tuple[KeyArray, Locations]:
+        """Return keys and slots of a part of the index: `gateway.cards.index` has the contract."""
+        return self._index.piece(start, count)
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The index's capacity and generation."""
+        return self._index.capacity, self._index.generation
+
+    def marker_of(self, rows: GroupRows) -> Locations:
+        """Return where the marker of each group is, `marker` for NO_GROUP."""
+        return self.marker + 1 + rows
+
+    def row_at(self, slots: Locations) -> GroupRows:
+        """Return the group of each slot or marker that find() gave, or NO_GROUP."""
+        rows = np.where(slots > self.marker, slots - self.marker - 1, NO_GROUP)
+        here = (slots >= 0) & (slots < self.marker)
+        rows[here] = self.rows[slots[here]]
+        return rows
+
+    def _clip(self, slots: Locations) -> Locations:
+        return np.minimum(slots, self.marker)
 
     def pin(
         self, keys: KeyArray, lengths: NDArray[np.uint32]
@@ -92,16 +147,18 @@ class SlotTable:
             not pinned); checksums uint64 [n], valid where OK.
         """
         slots = self._index.lookup(keys)
+        places = self._clip(slots)
         status = np.full(len(keys), Status.ABSENT, dtype=np.uint8)
         here = slots >= 0
-        same = self.lengths[slots] == lengths
+        same = self.lengths[places] == lengths
         status[here & same] = Status.OK
         status[here & ~same] = Status.CORRUPT
-        np.add.at(self._pins, slots[here & same], 1)
-        return slots, status, self.checksums[slots]
+        np.add.at(self._pins, places[here & same], 1)
+        return slots, status, self.checksums[places]
 
     def unpin(self, slots: Locations) -> None:
         """End one read of each slot; one named twice was pinned twice."""
+        slots = self._clip(slots)
         np.subtract.at(self._pins, slots, 1)
         dying = self._dying[slots]
         if not dying.any():
@@ -118,7 +175,7 @@ class SlotTable:
 
     def give_back(self, slots: Locations) -> None:
         """Return allocated slots that hold nothing after all."""
-        self._push(slots[slots != self.marker])
+        self._push(slots[slots < self.marker])
 
     def put(
         self,
@@ -126,18 +183,40 @@ class SlotTable:
         slots: Locations,
         lengths: NDArray[np.uint32],
         checksums: NDArray[np.uint64],
+        rows: GroupRows,
     ) -> None:
         """Make written slots the values of their keys and let displaced slots go.
 
         Args:
             keys: uint64 [n, 2].
-            slots: int64 [n], allocated, or the marker where the length is 0.
+            slots: int64 [n], allocated, or marker_of() the group where the length is 0.
             lengths: uint32 [n].
             checksums: uint64 [n].
+            rows: int64 [n], the group of each or NO_GROUP.
         """
+        self._describe(slots, lengths, checksums, rows)
+        displaced = self._index.insert(keys, slots)
+        self._release(np.where(displaced == slots, ABSENT, displaced))
+
+    def _describe(
+        self,
+        slots: Locations,
+        lengths: NDArray[np.uint32],
+        checksums: NDArray[np.uint64],
+        rows: GroupRows,
+    ) -> None:
+        values = slots < self.marker
+        if not values.all():
+            slots, lengths, checksums, rows = (
+                slots[values],
+                lengths[values],
+                checksums[values],
+                rows[values],
+            )
         self.lengths[slots] = lengths
         self.checksums[slots] = checksums
-        self._release(self._index.insert(keys, slots))
+        self.rows[slots] = rows
+        self._groups.count_slots(rows, 1)
 
     def delete(self, keys: KeyArray, only_if: Locations | None = None) -> NDArray[np.bool_]:
         """Remove keys (with `only_if`, those still at that slot): bool [n], removed or not."""
@@ -146,7 +225,10 @@ class SlotTable:
         return removed >= 0
 
     def _release(self, slots: Locations) -> None:
-        slots = slots[(slots >= 0) & (slots != self.marker)]
+        self._groups.uncommit(self.row_at(slots[slots > self.marker]))
+        slots = slots[(slots >= 0) & (slots < self.marker)]
+        self._groups.count_slots(self.row_at(slots), -1)
+        self.rows[slots] = NO_GROUP
         busy = self._pins[slots] > 0
         self._dying[slots[busy]] = True
         self._push(slots[~busy])

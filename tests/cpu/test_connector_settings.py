@@ -14,7 +14,9 @@ def test_empty_config_is_the_defaults():
 def test_given_settings_are_taken():
     found = connector_settings(
         {"gateway": "ipc:///run/s", "chunk_size": 512, "save": False, "load_timeout_s": 3}
+        | {"nvlink_fanout": True}
     )
+    assert found.nvlink_fanout
     assert (found.gateway, found.chunk_size, found.save) == ("ipc:///run/s", 512, False)
     assert found.load_timeout_s == 3
 
@@ -30,7 +32,8 @@ def test_given_settings_are_taken():
         ("key_namespace", 7),
         ("save", "yes"),
         ("load_mode", "sometimes"),
-        ("nvlink_fanout", True),
+        ("nvlink_fanout", "yes"),
+        ("fanout_staging_bytes", 1 << 20),
         ("lookup_timeout_s", 0),
         ("load_timeout_s", -1.0),
         ("save_timeout_s", float("nan")),

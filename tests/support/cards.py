@@ -126,7 +126,7 @@ class Driver:
             self.answers[token] = (status, threading.get_ident())
             self._answered.notify_all()
 
-    def start(self, op, keys, offsets=None, lengths=None, databases=0):
+    def start(self, op, keys, offsets=None, lengths=None, databases=0, groups=None, namespace=0):
         n = len(keys)
         token = next(self._tokens)
         self.card.submit(
@@ -137,6 +137,8 @@ class Driver:
                 keys=keys,
                 addresses=None if offsets is None else self.arena.addresses(offsets),
                 lengths=None if lengths is None else np.asarray(lengths, dtype=np.uint32),
+                groups=None if groups is None else np.asarray(groups, dtype=np.uint64),
+                namespace=namespace,
             )
         )
         return token
@@ -149,11 +151,11 @@ class Driver:
     def run(self, *args, **kwargs):
         return self.wait(self.start(*args, **kwargs)).tolist()
 
-    def write(self, keys, lengths, version=0, databases=0):
+    def write(self, keys, lengths, version=0, databases=0, **group):
         offsets = [self.arena.place(length) for length in lengths]
         for key, offset, length in zip(keys, offsets, lengths, strict=True):
             self.arena.at(offset, length)[:] = value_of(key, length, version)
-        return self.run(Op.WRITE, keys, offsets, lengths, databases)
+        return self.run(Op.WRITE, keys, offsets, lengths, databases, **group)
 
     def read(self, keys, lengths, databases=0):
         """Return (status, value) of each key; checks that nothing beyond a value was touched."""

@@ -7,6 +7,7 @@ its stream at random, so memory that is reused too early shows up as wrong bytes
 
 import ctypes
 import random
+import threading
 from contextlib import contextmanager
 
 import numpy as np
@@ -25,6 +26,20 @@ class FakeEvent:
         return self.happened
 
 
+class ReusedEvent:
+    """An event that is recorded again and again: who waits, waits for the last time before."""
+
+    def __init__(self, device):
+        self._device = device
+        self.last = None
+
+    def record(self, stream):
+        self.last = self._device.record(stream)
+
+    def query(self):
+        return self.last.query()
+
+
 class FakeStream:
     def __init__(self, device, number):
         self._device = device
@@ -32,7 +47,7 @@ class FakeStream:
         self.queue = []
 
     def wait_event(self, event):
-        self.queue.append(event)
+        self.queue.append(event.last if isinstance(event, ReusedEvent) else event)
 
     def add(self, work):
         self.queue.append(work)
@@ -49,16 +64,22 @@ class FakeDevice:
 
     def __init__(self, seed=0):
         self._random = random.Random(seed)
+        self._lock = threading.RLock()  # polled by more threads than one
         self._streams = {}
         self._memory = []  # what is allocated stays, as a device's staging does
         self.main = self.stream(0)
         self.fail_copies = False
+        self.fail_batches = False
         self.calls = []
         self.name = "a device"
         self.registered = set()
 
     def step(self, count):
         """Run up to count queued works on streams that may run."""
+        with self._lock:
+            self._step(count)
+
+    def _step(self, count):
         for _ in range(count):
             ready = [s for s in self._streams.values() if s.queue and self._may_run(s.queue[0])]
             if not ready:
@@ -90,6 +111,9 @@ class FakeDevice:
         self._streams[stream.cuda_stream] = stream
         return stream
 
+    def stream_of(self, handle):
+        return self._streams[handle]
+
     def current_stream(self):
         return self.main
 
@@ -97,6 +121,19 @@ class FakeDevice:
         event = FakeEvent(self)
         stream.add(lambda: setattr(event, "happened", True))
         return event
+
+    def event(self):
+        return ReusedEvent(self)
+
+    def prepare(self):
+        pass
+
+    def launch_prepared(
+        self, stream, src_addrs, dst_addrs, num_pages, page_bytes, *, align, num_programs
+    ):
+        # Read when the kernel runs, as on a device.
+        tables = src_addrs[:num_pages], dst_addrs[:num_pages]
+        self.launch(stream, *tables, page_bytes, align=align, num_programs=num_programs)
 
     def allocate(self, num_bytes):
         return self._allocate(num_bytes, torch.uint8)
@@ -139,6 +176,8 @@ class FakeDevice:
     # BatchCopy
     def copy(self, dst_addrs, src_addrs, sizes, stream):
         copies = list(zip(dst_addrs.tolist(), src_addrs.tolist(), sizes.tolist(), strict=True))
+        if self.fail_batches:
+            raise RuntimeError("cudaErrorInvalidValue: invalid argument")
         self._copy("batch", stream, lambda: [ctypes.memmove(*copy) for copy in copies])
 
     def _copy(self, name, stream, run):

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
+import time
 from hashlib import blake2b
 from typing import Any
+
+from adp_kv.errors import TransferError
 
 
 def _bytes_at(address: int, num_bytes: int) -> bytes:
@@ -39,18 +43,55 @@ class WorkerExtension:
 
         The negative control of every restore test: tokens must change.
         """
-        mover = _client().mover
-        mover.__dict__.pop("restore", None)
+        client = _client()
+        client.__dict__.pop("_slices", None)
         if not on:
             return
-        original = mover.restore
+        original = client._slices
 
-        def restore(copy: Any, after: Any) -> Any:
-            for address in copy.slice_addrs.tolist():
-                ctypes.memset(address, 0, copy.slice_bytes)
-            return original(copy, after)
+        def slices(transfer: Any, *picked: Any) -> Any:
+            copy = original(transfer, *picked)
+            if not transfer.is_put:
+                for address in copy.slice_addrs.tolist():
+                    ctypes.memset(address, 0, copy.slice_bytes)
+            return copy
 
-        mover.restore = restore
+        client._slices = slices
+
+    def adp_exchange(self, when: str) -> bool:
+        """Exchange batches "always", "never" or by their "size"; return whether there is a fan-out.
+
+        The tiny models' batches are too small to be exchanged by themselves. Only between
+        requests: all ranks must decide alike.
+        """
+        fanout = _client().fanout
+        if fanout is None:
+            return False
+        fanout.__dict__.pop("takes", None)
+        if when != "size":
+            fanout.takes = lambda _shape: when == "always"
+        return True
+
+    def adp_share(self, rank: int, what: str, seconds: float = 0.0) -> None:
+        """Let one rank's part in exchanges be "well", "fail", "kill" it, or be "late" once."""
+        client = _client()
+        if client._hello.rank != rank:
+            return
+        client.__dict__.pop("_slices", None)
+        original = client._slices
+
+        def slices(transfer: Any, *picked: Any) -> Any:
+            if not transfer.is_put and what == "late":
+                client.__dict__.pop("_slices", None)
+                time.sleep(seconds)
+            elif not transfer.is_put and what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif not transfer.is_put:
+                raise TransferError("a test lets this share fail")
+            return original(transfer, *picked)
+
+        if what != "well":
+            client._slices = slices
 
     def adp_slow(self, milliseconds: float) -> None:
         """Hold up the compute stream before every restore's mark and every layer.

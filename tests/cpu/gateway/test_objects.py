@@ -99,7 +99,8 @@ def run(store, method, *args):
 
 def move(store, method, arena, objects, offsets, lengths):
     addresses = np.array([arena.base + o for o in offsets], dtype=np.int64)
-    return run(store, method, objects, addresses, np.array(lengths, dtype=np.int64))
+    chunks = [objects] if method == "write" else []
+    return run(store, method, objects, *chunks, addresses, np.array(lengths, dtype=np.int64))
 
 
 @settings(max_examples=60, deadline=None)

@@ -225,3 +225,28 @@ def test_names_that_can_not_be_numbered_are_refused(names):
     with pytest.raises(ConfigError):
         layer_indices(names)
     assert len(layer_indices([f"l.3.{c}" for c in "abcdefgh"])) == 8
+
+
+def replica(index, rank, num_ranks):
+    return CacheGeometry(index, "l", 0, 64, 64, 8, 1, 0, 1, rank, num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_chunks", [1, 2, 7, 16])
+def test_replicas_store_every_object_once(num_ranks, num_chunks):
+    for index in (0, 1, 8, 9, 16):
+        rows = [replica(index, r, num_ranks).replica_rows(num_chunks, 5) for r in range(num_ranks)]
+        stored = [row for part in rows for row in range(num_chunks)[part]]
+        assert sorted(stored) == list(range(num_chunks))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_one_chunk_is_stored_by_all_ranks_in_turn(num_ranks):
+    """A decode step saves a chunk of every layer: no rank should gather all of it."""
+    caches = [layer * 8 + kind for layer in range(16) for kind in range(2)]
+    stored = [
+        sum(len(range(1)[replica(index, rank, num_ranks).replica_rows(1, 3)]) for index in caches)
+        for rank in range(num_ranks)
+    ]
+    assert max(stored) - min(stored) <= 2
+    assert sum(stored) == len(caches)

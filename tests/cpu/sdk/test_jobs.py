@@ -103,3 +103,15 @@ def test_deadline_abandons():
     assert job.abandoned
     assert "3 objects did not arrive" in job.reason
     assert job.failed_blocks == {0, 1, 4, 5, 8, 9}
+
+
+def test_copy_that_fails_after_the_job_was_given_up_fails_it(job):
+    tickets = [Ticket(), Ticket(state=True)]
+    for cache, ticket in enumerate(tickets):
+        job.note_started(cache, 3, ticket)
+    job.abandon("off")
+    assert not job.failed_chunks.any()  # everything was started
+    assert not job.finished
+    tickets[0].state = TransferError("an exchange was aborted")
+    assert job.finished
+    assert job.failed_chunks.all()

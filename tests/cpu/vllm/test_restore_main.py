@@ -41,11 +41,13 @@ class Case:
     mode: str = "auto"
     other_mode: str = "async"
     local_hits: bool = True
+    fanout: bool = False  # asked for; without NVLink it is off, and every rank reads all
 
 
 CASES = {
     "llama": Case("llama", separate_core=True),
     "mla": Case("mla", local_hits=False),
+    "mla-tp2": Case("mla", separate_core=True, tp=2, local_hits=False, fanout=True),
     "llama-tp2": Case("llama", separate_core=True, tp=2, mode="async", other_mode="auto"),
 }
 
@@ -61,11 +63,13 @@ class Story:
     zeroed: Completion | None = None
     counters: dict[str, int] = field(default_factory=dict)
     rank_counts: list[dict[str, int]] = field(default_factory=list)
+    log: str = ""
 
 
 def _start(engine: Engine, case: Case, deployment: Deployment, mode: str) -> None:
     args = {"tensor_parallel_size": case.tp} if case.tp > 1 else {}
-    engine.start(case.model, deployment.connector(chunk_size=CHUNK, load_mode=mode), **args)
+    settings = {"chunk_size": CHUNK, "load_mode": mode, "nvlink_fanout": case.fanout}
+    engine.start(case.model, deployment.connector(**settings), **args)
 
 
 def _one(engine: Engine, tokens: list[int]) -> Completion:
@@ -91,6 +95,7 @@ def _second_life(case: Case, deployment: Deployment, story: Story) -> None:
         story.restored = {name: _one(engine, tokens) for name, tokens in PROMPTS.items()}
         story.counters = deployment.counters()
         story.rank_counts = engine.rpc("adp_counts")
+        story.log = engine.child.log()
         engine.reset_prefix_cache()
         engine.rpc("adp_zero_restores", True)
         story.zeroed = _one(engine, PROMPTS["several chunks and a rest"])
@@ -142,5 +147,10 @@ def test_bytes_read_are_those_of_the_hits(story):
     assert story.counters.get("objects_missed", 0) == 0
     restored = [counts["bytes_restored"] for counts in story.rank_counts]
     assert len(restored) == story.case.tp
-    assert sum(restored) == story.counters["bytes_read"]
+    times_read = story.case.tp if story.case.model == "mla" else 1  # replicated, or sharded
+    assert sum(restored) == times_read * story.counters["bytes_read"]
     assert len(set(restored)) == 1
+
+
+def test_fanout_without_links_is_off_with_one_line(story):
+    assert story.log.count("NVLink fan-out is off") == story.case.fanout

@@ -8,6 +8,7 @@ import pytest
 from adp_kv.errors import CardError
 from gateway.cards.base import Batch, Op, Status
 from tests.support.cards import SLOT_BYTES, SLOTS, Driver, random_keys, value_of
+from tests.support.chunks import Chunks
 
 OK, ABSENT, CORRUPT = Status.OK, Status.ABSENT, Status.CORRUPT
 SIZES = [1, 511, 512, 513, 4095, 4096, 4097, 261120, SLOT_BYTES]
@@ -141,6 +142,20 @@ def test_neighbouring_values_keep_their_bytes(make_card, drive):
             assert np.array_equal(driver.arena.at(place, size), value_of(keys[i], size))
 
 
+def test_chunk_with_its_marker_comes_and_goes(make_card, drive):
+    chunks = Chunks(drive(make_card(num_databases=2)))
+    assert chunks.lookup([0, 1]) == [False, False]
+    assert chunks.store(0)
+    assert chunks.store(1)
+    assert chunks.lookup([0, 1, 2]) == [True, True, False]
+    chunks.check(0)
+    assert chunks.remove(0) == OK
+    assert chunks.lookup([0, 1]) == [False, True]
+    assert chunks.store(0, version=1)
+    chunks.check(0, version=1)
+    assert chunks.lookup([0]) == [True]
+
+
 def test_databases_keep_their_keys_apart(make_card, drive):
     driver = drive(make_card(num_databases=3))
     keys = random_keys(4)
@@ -256,6 +271,7 @@ def batch(**changes):
         pytest.param({"keys": np.zeros((2, 2), np.uint64)}, "twice", id="key-twice"),
         pytest.param({"addresses": None}, "needs addresses", id="no-addresses"),
         pytest.param({"lengths": np.zeros(2, np.int32)}, "lengths", id="lengths-dtype"),
+        pytest.param({"groups": np.zeros(2, np.int64)}, "groups", id="groups-dtype"),
     ],
 )
 def test_batch_that_breaks_the_contract_is_refused(make_card, drive, changes, field):

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.cards.base import Op, Status
 from gateway.cards.faulty import Fault, FaultyCard
-from tests.support.cards import Driver, memory_card, random_keys
+from tests.support.cards import Driver, memory_card, random_keys, value_of
 
 OK = Status.OK
 
@@ -91,6 +91,69 @@ def test_gone_card_fails_until_it_is_back(make):
     assert driver.read(keys, [100] * 2)[0] == [Status.IO_ERROR] * 2
     driver.card.gone = False
     driver.check(keys, [100] * 2)
+
+
+def test_short_read_brings_half_and_is_corrupt(make):
+    driver = make(Fault(damage="short", when=first_word_even))
+    keys = np.array([[1, 0], [2, 0]], dtype=np.uint64)
+    driver.write(keys, [100] * 2)
+    status, values = driver.read(keys, [100] * 2)
+    assert status == [OK, Status.CORRUPT]
+    assert np.array_equal(values[1][:50], value_of(keys[1], 100)[:50])
+    assert (values[1][50:] == 0xEE).all()
+
+
+def test_flipped_bit_is_corrupt(make):
+    driver = make(Fault(damage="flip", ops={Op.READ}))
+    keys = random_keys(1)
+    driver.write(keys, [100])
+    status, values = driver.read(keys, [100])
+    assert status == [Status.CORRUPT]
+    assert int((values[0] != value_of(keys[0], 100)).sum()) == 1
+
+
+def test_damage_of_an_absent_value_is_absent(make):
+    driver = make(Fault(damage="flip"))
+    assert driver.read(random_keys(1), [100])[0] == [Status.ABSENT]
+
+
+def test_fault_of_one_database_spares_the_others(drive):
+    driver = drive(
+        FaultyCard(memory_card(num_databases=3), [Fault(Status.IO_ERROR, databases={1})])
+    )
+    keys, databases = random_keys(6), np.arange(6) % 3
+    assert driver.write(keys, [100] * 6, databases=databases) == [OK, Status.IO_ERROR, OK] * 2
+
+
+def test_silent_batch_moves_bytes_only_when_let(make):
+    driver = make()
+    keys = random_keys(1)
+    driver.write(keys, [100])
+    driver.card.faults = [Fault(silent=True, ops={Op.READ})]
+    place = driver.arena.place(100)
+    token = driver.start(Op.READ, keys, [place], [100])
+    assert driver.exist(keys) == [OK]  # others are answered
+    assert token not in driver.answers
+    assert (driver.arena.at(place, 100) == 0xA5).all()
+    driver.card.answer_all()
+    assert driver.wait(token).tolist() == [OK]
+    assert np.array_equal(driver.arena.at(place, 100), value_of(keys[0], 100))
+
+
+def test_held_answers_come_in_reverse(make):
+    driver = make(Fault(hold=3))
+    order = []
+    on_done = driver.card._on_done
+    driver.card._on_done = lambda token, status: (order.append(token), on_done(token, status))
+    tokens = [driver.start(Op.EXIST, random_keys(1, seed=i)) for i in range(3)]
+    for token in tokens:
+        driver.wait(token)
+    assert sorted(order) == tokens
+    assert order != tokens
+    late = driver.start(Op.EXIST, random_keys(1))
+    assert late not in driver.answers
+    driver.close()
+    assert late in driver.answers
 
 
 def test_faulty_card_closes_twice():

@@ -1,10 +1,20 @@
+import threading
+
 import numpy as np
 import pytest
 import xxhash
 
 from adp_kv.errors import CardError
 from gateway.cards import journal as journal_module
-from gateway.cards.journal import RECORD, Journal, JournalIdentity, Kind, record_checksums
+from gateway.cards.journal import Journal
+from gateway.cards.journal_records import (
+    RECORD,
+    JournalIdentity,
+    Kind,
+    delete_records,
+    put_records,
+    record_checksums,
+)
 
 ME = JournalIdentity(card_id=77, database=3, num_slots=1000, slot_bytes=4096)
 
@@ -16,7 +26,12 @@ def keys_of(*numbers):
 def put(journal, numbers, slots, kind=Kind.PUT):
     n = len(numbers)
     lengths, sums = np.full(n, 9, np.uint32), np.array(numbers, np.uint64) * np.uint64(7)
-    journal.append(kind, keys_of(*numbers), np.array(slots, np.int64), lengths, sums)
+    if kind is Kind.DELETE:
+        journal.append(delete_records(keys_of(*numbers)))
+        return
+    groups = np.zeros(n, np.uint64)
+    slots = np.array(slots, np.int64)
+    journal.append(put_records(keys_of(*numbers), slots, lengths, sums, groups))
 
 
 def live_of(path):
@@ -41,8 +56,9 @@ def filled(path, n=20):
 
 def test_record_checksum_is_xxh64():
     records = np.frombuffer(np.random.default_rng(0).bytes(64 * 50), dtype=RECORD)
-    expected = [xxhash.xxh64_intdigest(r.tobytes()[:56]) for r in records]
-    assert record_checksums(records).tolist() == expected
+    for seed in (0, 77, 2**63 + 5):
+        expected = [xxhash.xxh64_intdigest(r.tobytes()[:56], seed) for r in records]
+        assert record_checksums(records, seed).tolist() == expected
 
 
 def test_replay_gives_each_keys_last_word(path):
@@ -115,27 +131,115 @@ def test_journal_of_another_card_is_refused_untouched(path, changes):
     assert path.read_bytes() == content
 
 
-def test_dead_records_are_compacted_at_open(path, monkeypatch):
-    monkeypatch.setattr(journal_module, "_COMPACT_SLACK", 50)
-    journal = Journal(path, ME)
+class Owner:
+    """A journal in use: what is live, and appends under a lock."""
+
+    def __init__(self, path):
+        self.journal = Journal(path, ME)
+        self.lock = threading.Lock()
+        self.live = {int(r["key"][0]): int(r["slot"]) for r in self.journal.live}
+
+    def put(self, number, slot):
+        with self.lock:
+            put(self.journal, [number], [slot])
+            self.live[number] = slot
+
+    def delete(self, number):
+        with self.lock:
+            put(self.journal, [number], [0], Kind.DELETE)
+            del self.live[number]
+
+    def are_live(self, records):
+        assert self.lock.locked()
+        return np.array([self.live.get(int(r["key"][0])) == int(r["slot"]) for r in records])
+
+    def compact(self, between=lambda: None):
+        return self.journal.compact(self.lock, self.are_live, lambda: bool(between()))
+
+
+def test_compaction_leaves_dead_records_behind(path):
+    owner = Owner(path)
     for i in range(100):
-        put(journal, [i % 5], [i])
-    journal.close()
-    assert path.stat().st_size == 64 * 101
-    assert live_of(path) == {i: 95 + i for i in range(5)}
-    assert path.stat().st_size == 64 * 6
-    journal = Journal(path, ME)
-    put(journal, [50], [50])
-    journal.close()
-    assert live_of(path) == {i: 95 + i for i in range(5)} | {50: 50}
+        owner.put(i % 5, i)
+    owner.delete(4)
+    assert owner.compact()
+    assert path.stat().st_size == 64 * 5
+    owner.put(50, 50)
+    assert owner.journal.num_records == 5
+    owner.journal.sync()
+    owner.journal.close()
+    assert live_of(path) == owner.live == {0: 95, 1: 96, 2: 97, 3: 98, 50: 50}
+    assert [f.name for f in path.parent.iterdir()] == ["j"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_compaction_beside_appends_loses_nothing(path, monkeypatch, seed):
+    """Every key is changed at random between the pieces, and the result is replayed."""
+    monkeypatch.setattr(journal_module, "_PIECE_RECORDS", 16)
+    monkeypatch.setattr(journal_module, "_LAST_RECORDS", 8)
+    rng, owner = np.random.default_rng(seed), Owner(path)
+    slots = iter(range(1000))
+
+    def change():
+        for number in rng.integers(0, 12, 6).tolist():
+            if number in owner.live and rng.random() < 0.4:
+                owner.delete(number)
+            else:
+                owner.put(number, next(slots))
+
+    for _ in range(60):
+        change()
+    rounds = iter(range(12))
+    assert owner.compact(lambda: change() if next(rounds, None) is not None else None)
+    change()
+    owner.journal.close()
+    assert live_of(path) == owner.live
+    again = Owner(path)
+    assert again.compact()
+    again.journal.close()
+    assert live_of(path) == owner.live
+
+
+def test_kill_amid_a_compaction_leaves_a_whole_journal(path, monkeypatch):
+    owner = Owner(path)
+    for i in range(60):
+        owner.put(i % 7, i)
+    moments = []
+    real = journal_module._write_all
+
+    def watched(descriptor, data, offset):
+        real(descriptor, data[: len(data) // 2], offset)
+        moments.append(path.read_bytes())
+        real(descriptor, data, offset)
+        moments.append(path.read_bytes())
+
+    monkeypatch.setattr(journal_module, "_write_all", watched)
+    assert owner.compact()
+    moments.append(path.read_bytes())
+    owner.journal.close()
+    monkeypatch.undo()
+    assert len(moments) >= 5
+    for content in moments:
+        path.write_bytes(content)
+        assert live_of(path) == owner.live
+
+
+def test_compaction_that_should_end_changes_nothing(path):
+    owner = Owner(path)
+    for i in range(30):
+        owner.put(1, i)
+    content = path.read_bytes()
+    assert not owner.compact(lambda: True)
+    assert path.read_bytes() == content
+    owner.put(2, 2)
+    owner.journal.close()
+    assert live_of(path) == {1: 29, 2: 2}
 
 
 def test_compaction_without_room_keeps_the_journal(path, monkeypatch):
-    monkeypatch.setattr(journal_module, "_COMPACT_SLACK", 5)
-    journal = Journal(path, ME)
+    owner = Owner(path)
     for i in range(20):
-        put(journal, [1], [i])
-    journal.close()
+        owner.put(1, i)
     content = path.read_bytes()
 
     def refuse(*args):
@@ -143,9 +247,37 @@ def test_compaction_without_room_keeps_the_journal(path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(journal_module, "_write_all", refuse)
-        assert live_of(path) == {1: 19}
+        assert not owner.compact()
     assert path.read_bytes() == content
+    owner.put(2, 2)
+    owner.journal.close()
+    assert live_of(path) == {1: 19, 2: 2}
     assert [f.name for f in path.parent.iterdir()] == ["j"]
+
+
+def test_journal_of_the_format_before_says_so(path):
+    header = bytearray(filled(path, 0))
+    header[24:32] = (1).to_bytes(8, "little")
+    path.write_bytes(header)
+    with pytest.raises(CardError, match="journal format 1"):
+        Journal(path, ME)
+    assert path.read_bytes() == header
+
+
+def test_keys_that_share_a_word_replay_apart(path):
+    keys = np.array([[1, 1], [1, 2], [2, 1], [1, 1]], dtype=np.uint64)
+    journal = Journal(path, ME)
+    n = len(keys)
+    slots, zeros = np.arange(n), np.zeros(n, np.uint64)
+    journal.append(put_records(keys, slots, np.full(n, 9, np.uint32), zeros, zeros))
+    journal.close()
+    journal = Journal(path, ME)
+    assert [(*r["key"].tolist(), int(r["slot"])) for r in journal.live] == [
+        (1, 2, 1),
+        (2, 1, 2),
+        (1, 1, 3),
+    ]
+    journal.close()
 
 
 def test_failed_append_leaves_no_record(path, monkeypatch):

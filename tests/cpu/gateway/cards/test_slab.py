@@ -11,8 +11,8 @@ from adp_kv.errors import CardError, ConfigError
 from gateway.cards import direct_io
 from gateway.cards.base import Op, Status
 from gateway.cards.io_engine import IoEngine
-from gateway.cards.journal import RECORD
-from gateway.cards.slab_store import DATA_OFFSET
+from gateway.cards.journal_records import RECORD
+from gateway.cards.slab_format import DATA_OFFSET
 from tests.support.cards import SLOT_BYTES, SLOTS, Driver, random_keys, slab_card, slab_settings
 
 OK, ABSENT, CORRUPT = Status.OK, Status.ABSENT, Status.CORRUPT
@@ -296,8 +296,8 @@ def test_unreadable_facts_are_refused(path, content):
 def test_newer_format_is_refused(path):
     stored(path, random_keys(1), [100])
     facts = path / "card.json"
-    facts.write_text(facts.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(CardError, match="format 2"):
+    facts.write_text(facts.read_text().replace('"format_version": 2', '"format_version": 3'))
+    with pytest.raises(CardError, match="format 3"):
         slab_card(path).open(lambda *_: None)
 
 

@@ -1,0 +1,121 @@
+"""What a slab card does in the background: compaction and scrubbing, on a card in use."""
+
+import numpy as np
+import pytest
+
+from gateway.cards import slab_upkeep
+from gateway.cards.base import Status
+from gateway.cards.slab_format import DATA_OFFSET
+from tests.support.cards import Arena, slab_card
+from tests.support.chunks import Chunks
+from tests.support.process import wait_until
+
+SLOT_BYTES = 4096
+NUM_SLOTS = 90
+
+
+@pytest.fixture
+def make(tmp_path, drive):
+    def made(**changes):
+        settings = {
+            "capacity_bytes": NUM_SLOTS * SLOT_BYTES,
+            "slot_bytes": SLOT_BYTES,
+            "num_databases": 3,
+            "hit_grace_s": 0.0,
+        }
+        return drive(slab_card(tmp_path / "card", **(settings | changes)), Arena(1 << 20))
+
+    return made
+
+
+def test_journal_is_compacted_while_in_use(make, monkeypatch):
+    monkeypatch.setattr(slab_upkeep, "COMPACT_SLACK", 40)
+    monkeypatch.setattr(slab_upkeep, "_TICK_S", 0.02)
+    driver = make()
+    chunks, number = Chunks(driver), 0
+    while driver.card.stats()["compactions"] < 6:
+        if chunks.store(number):
+            number += 1
+        assert number < 5000, "no compaction"
+    kept = [n for n, hit in enumerate(chunks.lookup(range(number))) if hit]
+    stats = driver.card.stats()
+    assert stats["journal_bytes"] < 64 * 3 * (2 * 40 + 40 + 100)
+    driver.close()
+    driver = make(evict_above=1.0)
+    chunks = Chunks(driver)
+    assert [n for n, hit in enumerate(chunks.lookup(range(number))) if hit] == kept
+    assert len(kept) > 10
+    for n in kept:
+        chunks.check(n)
+
+
+def test_scrub_finds_damage_before_a_load_does(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(slab_upkeep, "_TICK_S", 0.02)
+    driver = make(scrub_bytes_per_s=1 << 30)
+    chunks = Chunks(driver)
+    for number in range(5):
+        assert chunks.store(number)
+    wait_until(lambda: driver.card.stats()["scrub_passes"] >= 2, 10, "everything was read twice")
+    assert driver.card.stats()["scrub_corrupt"] == 0
+    assert driver.card.stats()["bytes_read"] == 0
+    assert driver.card.stats()["scrubbed_bytes"] >= 5 * 3 * chunks.length
+    with (tmp_path / "card" / "slab-0001.data").open("r+b") as file:
+        file.seek(DATA_OFFSET + SLOT_BYTES + 100)
+        file.write(b"\xff\x00\xff\x00")
+    wait_until(lambda: driver.card.stats()["scrub_corrupt"] == 1, 10, "it was found")
+    hits = chunks.lookup(range(5))
+    assert hits.count(False) == 1
+    for number, hit in enumerate(hits):
+        if hit:
+            chunks.check(number)
+    wait_until(lambda: driver.card.stats()["values"] == 5 * 4 - 2, 5, "value and marker are gone")
+    assert chunks.store(hits.index(False))
+    chunks.check(hits.index(False))
+
+
+def test_value_written_anew_under_a_scrub_stays(make):
+    driver = make(scrub_bytes_per_s=0)
+    chunks = Chunks(driver)
+    assert chunks.store(0)
+    keys, databases, _, _ = chunks.columns(0)
+    for database in range(3):
+        mine = databases == database
+        lengths = np.full(int(mine.sum()), chunks.length - 1, dtype=np.uint32)
+        if mine.any():
+            status = driver.card._upkeep.scrubber._read(database, keys[mine], lengths)
+            assert status.tolist() == [Status.ABSENT] * int(mine.sum())
+    assert chunks.lookup([0]) == [True]
+    chunks.check(0)
+
+
+def test_scrub_keeps_to_its_rate(make, monkeypatch):
+    """By the pauses it asks for, not by a clock."""
+    pauses = []
+    monkeypatch.setattr(slab_upkeep, "_TICK_S", 0.02)
+    driver = make(scrub_bytes_per_s=1000)
+    upkeep = driver.card._upkeep
+    monkeypatch.setattr(upkeep._stop, "wait", lambda s=None: pauses.append(s) or False)
+    assert upkeep.scrubber._stop is upkeep._stop
+    chunks = Chunks(driver)
+    assert chunks.store(0)
+    wait_until(lambda: driver.card.stats()["scrubbed_bytes"] >= 15 * chunks.length, 10, "scrubbed")
+    monkeypatch.undo()
+    assert sum(p for p in pauses if p) >= 0.5 * 14 * chunks.length / 1000
+
+
+def test_scrub_of_nothing_is_off(make, monkeypatch):
+    monkeypatch.setattr(slab_upkeep, "_TICK_S", 0.02)
+    driver = make(scrub_bytes_per_s=0)
+    assert Chunks(driver).store(0)
+    assert not driver.card._upkeep._scrub(1e9)
+    assert driver.card.stats()["scrubbed_bytes"] == 0
+
+
+def test_scrub_does_not_prolong_a_life(make, monkeypatch):
+    monkeypatch.setattr(slab_upkeep, "_TICK_S", 0.02)
+    driver = make(scrub_bytes_per_s=1 << 30, hit_grace_s=1000.0)
+    chunks = Chunks(driver)
+    assert chunks.store(0)
+    wait_until(lambda: driver.card.stats()["scrub_passes"] >= 2, 10, "it was read")
+    assert driver.card._evictor._choose(1, None).size == 1
+    assert chunks.load(0)[0] == [Status.OK] * 3

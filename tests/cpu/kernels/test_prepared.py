@@ -1,0 +1,49 @@
+"""The launch of the page kernel without Triton's dispatch, from a kernel that is made up."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from adp_kv.kernels.copy_pages import copy_pages_kernel  # noqa: E402
+from adp_kv.kernels.launch import BYTES, MAX_UNITS, WORDS  # noqa: E402
+from adp_kv.kernels.prepared import PreparedCopy, prepare  # noqa: E402
+
+
+class Compiled:
+    """Notes its launches."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self):
+        self.launches = []
+
+    def run(self, *args):
+        self.launches.append(args)
+
+
+@pytest.mark.parametrize(("align", "shape"), [(16, WORDS), (8, WORDS), (1, BYTES)])
+def test_launch_hands_over_every_parameter_in_order(align, shape):
+    kernel = Compiled()
+    PreparedCopy(kernel, align, shape).launch(7, 4096, 8192, 100, 73728, 64)
+    (launch,) = kernel.launches
+    assert launch[:6] == (64, 1, 1, 7, "function", "metadata")
+    args = list(launch[9:])
+    assert len(args) == len(copy_pages_kernel.arg_names)
+    assert args == [4096, 8192, 100, 73728 // align, align, shape.rows, shape.cols]
+
+
+def test_few_pages_take_few_programs():
+    kernel = Compiled()
+    PreparedCopy(kernel, 16, WORDS).launch(7, 4096, 8192, 1, 2048, 64)
+    assert kernel.launches[0][0] == 1
+
+
+def test_more_units_than_the_kernel_counts_are_refused():
+    with pytest.raises(AssertionError):
+        PreparedCopy(Compiled(), 16, WORDS).launch(7, 0, 0, MAX_UNITS, 4096, 64)
+
+
+def test_interpreter_has_nothing_to_prepare():
+    if torch.cuda.is_available():
+        pytest.fail("only where kernels are interpreted")
+    scratch = torch.zeros(256, dtype=torch.uint8)
+    assert prepare(scratch, None, 16) is None

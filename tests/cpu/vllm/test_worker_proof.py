@@ -1,0 +1,141 @@
+"""The worker side when fenced bytes may still turn out wrong: exchanges with other ranks."""
+
+import importlib
+import threading
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from adp_kv.config import ConnectorSettings
+from adp_kv.errors import TransferError
+from adp_kv.layout.geometry import CacheGeometry
+
+pytestmark = pytest.mark.vllm
+
+HOOKS = SimpleNamespace(cudagraph_runtime_mode=None, attn_metadata={})
+
+
+class Ticket:
+    """A copy that other ranks have a part in."""
+
+    def __init__(self):
+        self.state = False
+
+    def done(self):
+        return self.proven()
+
+    def proven(self):
+        if isinstance(self.state, Exception):
+            raise self.state
+        return self.state
+
+    def fence(self):
+        pass
+
+
+class Client:
+    """A rank client that starts every copy at once and notes what it is asked to save."""
+
+    off = False
+    mover = SimpleNamespace(mark=lambda: None)
+
+    def __init__(self):
+        self.saves, self.tickets, self.orders = [], [], []
+
+    def submit_restore(self, job, kind, mark):
+        self.orders.append([cache.index for cache in job.caches])
+        for cache in job.caches:
+            self.tickets.append(Ticket())
+            job.note_started(cache.index, job.num_chunks, self.tickets[-1])
+
+    def submit_save(self, job, kind, caches, mark):
+        self.saves.append((job, [cache.index for cache in caches]))
+
+
+def worker_module():
+    with warnings.catch_warnings():  # vLLM's and torch's own
+        warnings.simplefilter("ignore")
+        return importlib.import_module("adp_kv.connector.worker")
+
+
+@pytest.fixture
+def side():
+    module = worker_module()
+    side = module.WorkerSide(SimpleNamespace(), ConnectorSettings(), b"n" * 16)
+    side._client = Client()
+    names = {0: "l.0.attn", 1: "l.0.indexer", 8: "l.1.attn", 9: "l.1.indexer"}
+    side._caches = {
+        index: CacheGeometry(index, name, 0, 1 << 21, 1 << 21, 8, 1)
+        for index, name in names.items()
+    }
+    side._index_of = {name: index for index, name in names.items()}
+    side._hooked = {0, 8}
+    return side
+
+
+def meta_of():
+    module = worker_module()
+    restore = module.Chunks(np.zeros((1, 2), np.uint64), np.array([[3]]), ["r"])
+    save = module.Chunks(np.ones((1, 2), np.uint64), np.array([[4]]), ["r"])
+    return module.AdpMetadata(step=6, restore=restore, save=save)
+
+
+def compute(side, meta):
+    side.start_load(meta, HOOKS)
+    for name in ("l.0.attn", "l.1.attn"):
+        side.wait_layer(meta, name)
+        side.save_layer(meta, name)
+
+
+def test_caches_without_hook_come_first_and_are_fenced_up_front(side):
+    meta = meta_of()
+    side.start_load(meta, HOOKS)
+    assert side.client.orders == [[1, 9, 0, 8]]
+    assert side._step.unfenced == {0, 8}
+
+
+def test_saves_wait_until_the_bytes_are_proven(side):
+    meta = meta_of()
+    compute(side, meta)
+    assert not side.client.saves, "a layer was saved that may have computed from wrong pages"
+    for ticket in side.client.tickets:
+        threading.Timer(0.05, setattr, (ticket, "state", True)).start()
+    side.finish_step(meta)
+    ((job, saved),) = side.client.saves
+    assert saved == [0, 1, 8, 9]
+    assert not job.abandoned
+    assert side.take_failed_blocks() == set()
+
+
+def test_layers_are_saved_early_once_all_is_proven(side):
+    meta = meta_of()
+    side.start_load(meta, HOOKS)
+    for ticket in side.client.tickets:
+        ticket.state = True
+    side.wait_layer(meta, "l.0.attn")
+    side.save_layer(meta, "l.0.attn")
+    assert [saved for _, saved in side.client.saves] == [[0]]
+
+
+def test_bytes_found_wrong_at_the_end_of_the_step_fail_the_load(side):
+    meta = meta_of()
+    compute(side, meta)
+    for ticket in side.client.tickets:
+        ticket.state = True
+    side.client.tickets[-1].state = TransferError("rank 1 could not copy its share")
+    side.finish_step(meta)
+    assert side.take_failed_blocks() == {3}
+    assert not side.client.saves
+    assert all(job.abandoned for job in side._saves)
+    assert side.take_report().failed_step == 6
+
+
+def test_exchange_that_never_ends_fails_the_load_in_time(side):
+    side._settings = ConnectorSettings(load_timeout_s=0.1)
+    meta = meta_of()
+    compute(side, meta)
+    side.finish_step(meta)
+    assert side.take_failed_blocks() == {3}
+    assert not side.client.saves
