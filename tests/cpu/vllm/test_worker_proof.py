@@ -11,6 +11,7 @@ import pytest
 from adp_kv.config import ConnectorSettings
 from adp_kv.errors import TransferError
 from adp_kv.layout.geometry import CacheGeometry
+from adp_kv.transfer.host_mover import HostMover
 
 pytestmark = pytest.mark.vllm
 
@@ -139,3 +140,23 @@ def test_exchange_that_never_ends_fails_the_load_in_time(side):
     side.finish_step(meta)
     assert side.take_failed_blocks() == {3}
     assert not side.client.saves
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "connections", "told"),
+    [
+        (2, None, "it needs NVIDIA GPUs"),
+        (2, "1", "CUDA_DEVICE_MAX_CONNECTIONS"),
+        (1, None, "nothing to do"),
+    ],
+)
+def test_fanout_that_can_not_be_is_off_with_its_reason(
+    side, monkeypatch, caplog, num_replicas, connections, told
+):
+    caplog.set_level("INFO", logger="adp_kv")
+    module = worker_module()
+    monkeypatch.setattr(module, "tell_tp_ranks", lambda text: [text])
+    monkeypatch.setattr(module, "device_connections", lambda: connections)
+    side._caches = {0: CacheGeometry(0, "l.0", 0, 64, 64, 8, 1, 0, 1, 0, num_replicas)}
+    assert side._open_fanout(HostMover(), 0) is None
+    assert told in caplog.text
