@@ -153,17 +153,19 @@ def _address(settings: ConnectorSettings, parallel: Any) -> str:
 def _async_loads(vllm_config: Any, settings: ConnectorSettings) -> bool:
     """Return whether restores are asynchronous.
 
-    A layer-wise load that fails can't be undone under model runner V2, so with the
-    policy `recompute` that runner gets asynchronous loads.
+    Under the policy `recompute` they are: vLLM leaves the blocks of a layer-wise load that
+    failed in its prefix cache and lets one request compute them anew, over several steps,
+    while others that share them take them for computed. Blocks that load asynchronously
+    are shared only once they are there.
     """
     recompute = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
-    unsafe = recompute and bool(getattr(vllm_config, "use_v2_model_runner", False))
-    if settings.load_mode == "layerwise" and unsafe:
+    if settings.load_mode == "layerwise" and recompute:
         raise ConfigError(
-            "load_mode = layerwise with kv_load_failure_policy = recompute is not safe under "
-            "vLLM's model runner V2: use load_mode async or auto, or the policy fail"
+            "load_mode = layerwise with kv_load_failure_policy = recompute: vLLM would share "
+            "blocks whose load has failed before they are computed anew. Use load_mode async or "
+            "auto, or the policy fail"
         )
-    return settings.load_mode == "async" or unsafe
+    return settings.load_mode == "async" or recompute
 
 
 def _facts(

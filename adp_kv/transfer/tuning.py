@@ -14,17 +14,17 @@ leaves the defaults, with one line in the log.
 
 from __future__ import annotations
 
+import json
 import logging
 import mmap
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias
 
-import msgspec
 import numpy as np
 
 from adp_kv.errors import TransferError
@@ -33,7 +33,6 @@ from adp_kv.transfer.plan import NEVER, RESTORE, SAVE, Thresholds, Way
 from adp_kv.units import KiB, MiB
 
 if TYPE_CHECKING:
-    from adp_kv.transfer.cuda_mover import CudaMover
     from adp_kv.transfer.device import TorchDevice
 
 logger = logging.getLogger(__name__)
@@ -64,13 +63,33 @@ SIZES: dict[Kind, tuple[int, ...]] = {
 _RIVAL: dict[Kind, Way] = {"staged": Way.STAGED, "strided": Way.STAGED, "batch": Way.BATCH}
 
 
-class Tuning(msgspec.Struct, frozen=True):
-    """Thresholds of one device and driver, as they are cached."""
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Thresholds of one device and driver, as they are cached in JSON."""
 
     format: int
     machine: str
     restore: dict[Kind, int]
     save: dict[Kind, int]
+
+
+class Tunable(Protocol):
+    """What is measured: a mover that nothing uses yet."""
+
+    def use(self, restore: Thresholds, save: Thresholds) -> None:
+        """Choose ways by these thresholds from the next transfer on."""
+
+    def register_ring(self, address: int, num_bytes: int) -> None:
+        """As base.Mover."""
+
+    def release_ring(self) -> None:
+        """Wait for transfers in flight and unregister the ring."""
+
+    def restore(self, copy: SliceCopy, after: Mark | None) -> Ticket:
+        """As base.Mover."""
+
+    def save(self, copy: SliceCopy, after: Mark | None) -> Ticket:
+        """As base.Mover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +130,7 @@ def measure_thresholds(measure: Measure, kinds: Sequence[Kind]) -> tuple[Tuned, 
     return tuned, Tuning(FORMAT, "", found[True], found[False])
 
 
-def tune(mover: CudaMover, device: TorchDevice, folder: Path, *, has_batch: bool) -> None:
+def tune(mover: Tunable, device: TorchDevice, folder: Path, *, has_batch: bool) -> None:
     """Let a mover use thresholds of this machine: cached ones, or measured now and cached.
 
     Args:
@@ -139,13 +158,13 @@ def tune(mover: CudaMover, device: TorchDevice, folder: Path, *, has_batch: bool
     took = time.monotonic() - began
     logger.info("transfer thresholds measured in %.2f s: %s", took, _describe(tuned))
     if tuned.is_complete:
-        _store(path, msgspec.structs.replace(result, machine=machine))
+        _store(path, replace(result, machine=machine))
 
 
 class _Rig:
     """A small ring and pool; transfers of one way at a time."""
 
-    def __init__(self, mover: CudaMover, device: TorchDevice, end: float) -> None:
+    def __init__(self, mover: Tunable, device: TorchDevice, end: float) -> None:
         self._mover = mover
         self._end = end
         self._pool = device.allocate(RING_BYTES)
@@ -231,12 +250,12 @@ def _describe(tuned: Tuned) -> str:
 def _load(path: Path, machine: str) -> Tuning | None:
     """Return a cached result of the same machine and format; anything else is none."""
     try:
-        cached = msgspec.json.decode(path.read_bytes(), type=Tuning)
-    except (OSError, msgspec.DecodeError):
+        cached = Tuning(**json.loads(path.read_bytes()))
+        is_sound = all(value > 0 for value in (*cached.restore.values(), *cached.save.values()))
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
-    values = [*cached.restore.values(), *cached.save.values()]
-    is_ours = cached.format == FORMAT and cached.machine == machine
-    return cached if is_ours and all(value > 0 for value in values) else None
+    is_ours = (cached.format, cached.machine) == (FORMAT, machine)
+    return cached if is_ours and is_sound else None
 
 
 def _store(path: Path, result: Tuning) -> None:
@@ -244,7 +263,7 @@ def _store(path: Path, result: Tuning) -> None:
     part = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(msgspec.json.encode(result))
+        part.write_text(json.dumps(asdict(result)))
         part.replace(path)
     except OSError as error:
         logger.info("transfer thresholds are not cached: %s", error)

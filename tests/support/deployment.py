@@ -23,7 +23,11 @@ from tests.support.server import Server
 
 OFF_LINE = "External KV cache turned off on this rank"
 COMMIT_TIMEOUT_S = 30.0
-CARD = {"capacity_bytes": "128MiB", "num_databases": 2}
+CARD: dict[str, object] = {
+    "capacity_bytes": "128MiB",
+    "num_databases": 2,
+    "scrub_bytes_per_s": 0,  # what a test damages is found by the get, not before it
+}
 
 
 class Deployment:

@@ -53,3 +53,28 @@ def test_damaged_objects(engine, want, tmp_path, policy, mode):
         assert [done.token_ids for done in after] == [done.token_ids for done in want]
         assert [done.num_cached_tokens for done in after] == [HIT, 2 * CHUNK]
         assert deployment.counters().get("objects_missed", 0) == 0
+
+
+SHARED = prompt(33, 6 * CHUNK)
+SHARERS = [SHARED + prompt(34 + i, 9) for i in range(3)]
+SMALL_STEPS = {"max_num_batched_tokens": 2 * CHUNK, "long_prefill_token_threshold": CHUNK // 2}
+
+
+def test_requests_that_share_a_prefix_whose_restore_fails(engine, tmp_path):
+    """Computing it anew takes several steps; nobody may take it for computed before."""
+    engine.start("llama", **SMALL_STEPS)
+    wanted = [done.token_ids for done in engine.generate(SHARERS)]
+    with Deployment(tmp_path, {"capacity_bytes": "16MiB"}) as deployment:
+        engine.start("llama", deployment.connector("recompute", chunk_size=CHUNK), **SMALL_STEPS)
+        engine.generate(SHARERS[:1])
+        deployment.wait_committed(6)
+        deployment.damage_card()
+        engine.reset_prefix_cache()
+        assert [done.token_ids for done in engine.generate(SHARERS)] == wanted
+        counters = deployment.counters()
+        assert counters.get("commits_withdrawn", 0) >= 6, counters
+        assert [done.token_ids for done in engine.generate(SHARERS)] == wanted, "kept by the engine"
+        deployment.kill9()
+        deployment.restart()
+        engine.start("llama", deployment.connector("recompute", chunk_size=CHUNK), **SMALL_STEPS)
+        assert [done.token_ids for done in engine.generate(SHARERS)] == wanted, "stored"
