@@ -22,7 +22,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ import torch
 from adp_kv import __version__
 from adp_kv.config import ConnectorSettings, cache_folder, device_connections
 from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata, Chunks
+from adp_kv.connector.steps import AsyncRestore, Step
 from adp_kv.connector.vllm_caches import first_tensor, view_caches
 from adp_kv.connector.vllm_view import (
     EngineView,
@@ -53,7 +53,7 @@ from adp_kv.sdk.rank_client import (
     RankClient,
     declare,
 )
-from adp_kv.transfer.base import Mover, Ticket
+from adp_kv.transfer.base import Mover
 from adp_kv.transfer.factory import open_mover
 from adp_kv.units import MiB
 from adp_kv.wire.messages import PROTOCOL_VERSION, Hello
@@ -64,52 +64,6 @@ LAYERWISE_SAVE_BYTES = 1 * MiB
 """Below this much a layer, a put a layer costs more than it overlaps: one put a step."""
 IDLE_WAIT_S = 0.002
 RETRY_S = 2.0
-
-
-@dataclass(slots=True)
-class Step:
-    """The step between start_load and finish_step.
-
-    Attributes:
-        restore: its synchronous restore, a job a part; unfenced: caches no one has waited
-            for yet.
-        unproven: of each part, fenced copies whose bytes are right only if other ranks did
-            their part.
-        save: its save, a job a part; unsaved: caches whose put is not out yet.
-    """
-
-    meta: AdpMetadata
-    restore: dict[int, Job] = field(default_factory=dict)
-    unfenced: set[int] = field(default_factory=set)
-    unproven: dict[int, list[Ticket]] = field(default_factory=dict)
-    save: dict[int, Job] = field(default_factory=dict)
-    unsaved: dict[int, CacheGeometry] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class AsyncRestore:
-    """A restore that requests wait for outside the batch: each part's job and chunks.
-
-    A rank that holds no cache of the parts (a pipeline stage) has no job, and reports too.
-    """
-
-    request_ids: set[str]
-    jobs: list[tuple[Job, Chunks]]
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing of it touches a page any more."""
-        return all(job.finished for job, _ in self.jobs)
-
-    @property
-    def failed_requests(self) -> set[str]:
-        """Those that miss a chunk of any part."""
-        return {
-            name
-            for job, chunks in self.jobs
-            for name, failed in zip(chunks.request_ids, job.failed_chunks, strict=True)
-            if failed
-        }
 
 
 class WorkerSide:

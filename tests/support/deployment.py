@@ -13,9 +13,16 @@ import random
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from queue import Queue
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
+from adp_kv.wire.keys import fragment_keys, object_keys, unpack_keys
+from gateway.cards.base import Batch, Op
+from gateway.cards.registry import create_card
+from gateway.config import load
 from tests.support.engine import Engine
 from tests.support.faulty_gateway import FAULT_FILE
 from tests.support.gateways import Gateway
@@ -117,6 +124,30 @@ class Deployment:
                     file.seek(offset + 64)
                     changed += file.write(b"\xa5" * 8)
         return changed
+
+    def delete_object(self, chunk: str, cache: int) -> None:
+        """Delete one object of a chunk from the card of a gateway that is gone.
+
+        Args:
+            chunk: its key in hex (worker_extension.adp_saved).
+            cache: index of the cache.
+        """
+        options = [f"--card-option={name}={value}" for name, value in self._card.items()]
+        settings = load(["--card", "slab", *options], {})
+        objects = object_keys(unpack_keys(bytes.fromhex(chunk)), [cache])
+        done: Queue[Any] = Queue()
+        card = create_card("slab", settings.card_options)
+        card.open(lambda _token, status: done.put(status))
+        try:
+            zero = np.zeros(1, dtype=np.int64)
+            database = (objects[:, 0] % np.uint64(card.limits.num_databases)).astype(np.uint16)
+            keys = fragment_keys(objects, zero, zero)
+            card.submit(Batch(Op.EXIST, 1, database, keys))
+            assert done.get(timeout=10).tolist() == [0], "there is no such object"
+            card.submit(Batch(Op.DELETE, 2, database, keys))
+            assert done.get(timeout=10).tolist() == [0]
+        finally:
+            card.close()
 
     def kill9(self, *others: Engine | Server) -> None:
         """Kill the gateway and what is given, the gateway first."""
