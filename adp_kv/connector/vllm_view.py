@@ -104,7 +104,7 @@ def view_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSetti
 
 def _check_recurrent(vllm_config: Any, settings: ConnectorSettings, block_tokens: int) -> None:
     """Refuse what can't be right with recurrent states."""
-    if vllm_config.speculative_config is not None:
+    if getattr(vllm_config, "speculative_config", None) is not None:
         raise ConfigError(
             "speculative decoding with recurrent states (Mamba-type layers) is not available in "
             "this release of adp-kv: remove --speculative-config, or the connector"
@@ -122,7 +122,7 @@ def _check_recurrent(vllm_config: Any, settings: ConnectorSettings, block_tokens
 
 
 def _has_draft_cache(vllm_config: Any) -> bool:
-    speculative = vllm_config.speculative_config
+    speculative = getattr(vllm_config, "speculative_config", None)
     return speculative is not None and speculative.method not in WITHOUT_DRAFT_CACHE
 
 

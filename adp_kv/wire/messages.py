@@ -142,7 +142,7 @@ class Ahead(_Message, frozen=True, tag="ahead"):
 
     request: int
     chunks: bytes
-    part: int = 0
+    part: int
 
 
 class Forget(_Message, frozen=True, tag="forget"):

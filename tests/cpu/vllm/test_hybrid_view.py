@@ -58,7 +58,11 @@ def engine_of(vllm, config, settings=None, speculative=None, policy="fail"):
         ),
         speculative_config=speculative,
         model_config=SimpleNamespace(
-            model="m", dtype="bf16", quantization=None, seed=0, hf_config=SimpleNamespace()
+            model="m",
+            dtype="bf16",
+            quantization=None,
+            seed=0,
+            hf_config=SimpleNamespace(to_dict=dict),
         ),
         cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", cache_dtype="auto"),
         load_config=SimpleNamespace(load_format="auto"),
