@@ -13,16 +13,10 @@ import random
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from queue import Queue
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
-from adp_kv.wire.keys import fragment_keys, object_keys, unpack_keys
-from gateway.cards.base import Batch, Op
-from gateway.cards.registry import create_card
-from gateway.config import load
+from adp_kv.wire.keys import object_keys, unpack_keys, whole_keys
 from tests.support.engine import Engine
 from tests.support.faulty_gateway import FAULT_FILE
 from tests.support.gateways import Gateway
@@ -125,29 +119,16 @@ class Deployment:
                     changed += file.write(b"\xa5" * 8)
         return changed
 
-    def delete_object(self, chunk: str, cache: int) -> None:
-        """Delete one object of a chunk from the card of a gateway that is gone.
+    def lose_object(self, chunk: str, cache: int) -> None:
+        """Let the card not find one object of a chunk any more, until inject().
 
         Args:
             chunk: its key in hex (worker_extension.adp_saved).
             cache: index of the cache.
         """
-        options = [f"--card-option={name}={value}" for name, value in self._card.items()]
-        settings = load(["--card", "slab", *options], {})
-        objects = object_keys(unpack_keys(bytes.fromhex(chunk)), [cache])
-        done: Queue[Any] = Queue()
-        card = create_card("slab", settings.card_options)
-        card.open(lambda _token, status: done.put(status))
-        try:
-            zero = np.zeros(1, dtype=np.int64)
-            database = (objects[:, 0] % np.uint64(card.limits.num_databases)).astype(np.uint16)
-            keys = fragment_keys(objects, zero, zero)
-            card.submit(Batch(Op.EXIST, 1, database, keys))
-            assert done.get(timeout=10).tolist() == [0], "there is no such object"
-            card.submit(Batch(Op.DELETE, 2, database, keys))
-            assert done.get(timeout=10).tolist() == [0]
-        finally:
-            card.close()
+        (key,) = whole_keys(object_keys(unpack_keys(bytes.fromhex(chunk)), [cache]))
+        before = self._fault_file.read_text() if self._fault_file.exists() else ""
+        self.inject(f"{before}lose {key.tobytes().hex()}\n")
 
     def kill9(self, *others: Engine | Server) -> None:
         """Kill the gateway and what is given, the gateway first."""

@@ -26,16 +26,16 @@ def start(engine, model, deployment, policy="recompute", **settings):
 
 
 def lose_an_object(deployment, saved, parts):
-    """Delete the last chunk's object of one cache of some parts; the gateway is gone."""
+    """Let the last chunk's object of one cache of some parts be lost; it stays promised."""
     part, caches, chunks = [entry for entry in saved if entry[0] in parts][-1]
-    deployment.delete_object(chunks[-1], caches[-1])
+    deployment.lose_object(chunks[-1], caches[-1])
     return part
 
 
 @pytest.mark.parametrize("model", KINDS)
 def test_one_lost_object_of_one_group_is_recomputed(engine, model, tmp_path):
     """Its commit record is there, so the hit is promised, and some of it arrives."""
-    with Deployment(tmp_path, CARD) as deployment:
+    with Deployment(tmp_path, CARD, faulty=True) as deployment:
         chunk = start(engine, model, deployment)
         prompts = {kind: prompt(20 + i, 2 * chunk + 3) for i, kind in enumerate(KINDS[model])}
         whole = prompt(30, 2 * chunk + 3)
@@ -61,6 +61,7 @@ def test_one_lost_object_of_one_group_is_recomputed(engine, model, tmp_path):
             assert beside.num_cached_tokens == 2 * chunk
             assert deployment.counters()["commits_withdrawn"] >= i + 1
             engine.reset_prefix_cache()
+        deployment.inject("")
         deployment.wait_committed(len(prompts))  # what was lost is stored anew
         missed = deployment.counters()["objects_missed"]
         for kind, tokens in prompts.items():
@@ -71,7 +72,7 @@ def test_one_lost_object_of_one_group_is_recomputed(engine, model, tmp_path):
 
 
 def test_policy_fail_ends_the_request_that_lost_an_object_and_no_other(engine, tmp_path):
-    with Deployment(tmp_path, CARD) as deployment:
+    with Deployment(tmp_path, CARD, faulty=True) as deployment:
         chunk = start(engine, "gemma3", deployment, "fail")
         lost, whole = prompt(41, 2 * chunk + 3), prompt(42, 2 * chunk + 3)
         engine.rpc("adp_note_saves")
@@ -90,6 +91,7 @@ def test_policy_fail_ends_the_request_that_lost_an_object_and_no_other(engine, t
         assert beside.token_ids == want_whole.token_ids
         assert beside.num_cached_tokens == 2 * chunk
         engine.reset_prefix_cache()
+        deployment.inject("")
         again = one(engine, lost)
         assert again.token_ids == want_lost.token_ids
         assert again.finish_reason == "length"
@@ -97,7 +99,7 @@ def test_policy_fail_ends_the_request_that_lost_an_object_and_no_other(engine, t
 
 def test_layerwise_restores_are_right_and_a_failed_one_stops_the_engine(engine, tmp_path):
     """vLLM can't undo part of a step where a model has several groups."""
-    with Deployment(tmp_path, CARD) as deployment:
+    with Deployment(tmp_path, CARD, faulty=True) as deployment:
         chunk = start(engine, "gemma3", deployment, load_mode="layerwise")
         lost, whole = prompt(43, 3 * chunk + 3), prompt(44, 3 * chunk + 3)
         want = one(engine, whole)

@@ -195,7 +195,7 @@ def test_local_hit_without_its_state_is_not_used(model, tmp_path):
 def test_lost_object_of_one_group(tmp_path):
     """Recomputed where vLLM takes failed requests (0.30); else one clear message, and no tokens."""
     card = {"capacity_bytes": "1GiB"}
-    with Deployment(tmp_path, card, shared_memory_size="256MiB") as deployment:
+    with Deployment(tmp_path, card, faulty=True, shared_memory_size="256MiB") as deployment:
         connector = deployment.connector("recompute", chunk_size=0)
         with Engine() as engine:
             engine.start("granite_hybrid", connector, enforce_eager=True)
@@ -206,7 +206,7 @@ def test_lost_object_of_one_group(tmp_path):
             deployment.wait_committed(2 + len(states))
             saved = [entry for entry in engine.rpc("adp_saved")[0] if entry[0] in states]
             deployment.kill9(engine)
-        deployment.delete_object(saved[-1][2][-1], saved[-1][1][0])
+        deployment.lose_object(saved[-1][2][-1], saved[-1][1][0])
         deployment.restart()
         with Engine() as engine:
             engine.start("granite_hybrid", connector, enforce_eager=True)
