@@ -54,7 +54,7 @@ class BenchWorker(WorkerExtension):
         on_granted, has_landed = client._on_granted, client._has_landed
 
         def noted_start_load(meta: Any, forward_context: Any) -> None:
-            if meta.restore is not None or meta.async_restore is not None:
+            if meta.restore or meta.async_restore:
                 stages.clear()
                 stages["load"] = time.perf_counter()
             start_load(meta, forward_context)
@@ -65,7 +65,7 @@ class BenchWorker(WorkerExtension):
             stages["last_copy_queued"] = time.perf_counter()
 
         def noted_fence(step: Any, index: int) -> None:
-            waits = step.restore is not None and index in step.unfenced
+            waits = index in step.unfenced
             fence(step, index)
             if waits:
                 stages["last_layer_fenced"] = time.perf_counter()

@@ -42,10 +42,12 @@ class Wish:
 
     Attributes:
         chunks: uint64 [n, 2].
+        caches: whose objects, in the order of gets.
         position: the first object that is not begun, cache-major.
     """
 
     chunks: KeyArray
+    caches: list[int]
     deadline: float
     position: int = 0
 
@@ -114,10 +116,10 @@ class ReadAhead:
         """Slots of all shelves."""
         return sum(len(shelf.slots) for shelf in self._shelves)
 
-    def wish(self, number: int, chunks: KeyArray) -> None:
+    def wish(self, number: int, chunks: KeyArray, caches: list[int]) -> None:
         """Note chunks that a waiting request will restore; dropped after a deadline."""
         if self._most_slots and len(self._wishes) < MAX_WISHES:
-            self._wishes[number] = Wish(chunks, self._ctx.clock() + DEADLINE_S)
+            self._wishes[number] = Wish(chunks, caches, self._ctx.clock() + DEADLINE_S)
             self._ctx.counters.add("ahead_wishes")
 
     def forget(self, number: int) -> None:
@@ -149,15 +151,14 @@ class ReadAhead:
         """Begin the next shelf, if none is being read and no get waits for its reads."""
         if self._reading is not None or not self._wishes or not self._is_idle():
             return
-        caches = sorted(self._ctx.session.caches)
         for number, wish in self._wishes.items():
-            if wish.position < len(caches) * len(wish.chunks):
-                self._begin(number, wish, caches)
+            if wish.position < len(wish.caches) * len(wish.chunks):
+                self._begin(number, wish)
                 return
 
-    def _begin(self, number: int, wish: Wish, caches: list[int]) -> None:
+    def _begin(self, number: int, wish: Wish) -> None:
         position, row = divmod(wish.position, len(wish.chunks))
-        cache = caches[position]
+        cache = wish.caches[position]
         object_bytes = self._ctx.session.caches[cache].object_bytes
         left = len(wish.chunks) - row
         most = min(max(1, self._ctx.batch_bytes // object_bytes), self._most_slots - self.num_slots)

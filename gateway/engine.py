@@ -211,7 +211,10 @@ class Engine:
         chunks = unpack_keys(message.chunks)
         if not len(chunks):
             raise WireError("an Ahead names no chunk")
-        self._gets.ahead.wish(message.request, chunks)
+        caches = self.session.part(message.part)
+        if not caches:
+            raise WireError(f"an Ahead names part {message.part}, which has no cache")
+        self._gets.ahead.wish(message.request, chunks, sorted(caches))
         self._gets.pump()
 
     def _reachable(self, chunks: KeyArray) -> NDArray[np.bool_]:

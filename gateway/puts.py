@@ -2,7 +2,8 @@
 
     all ranks ask ─► slots ─► Granted ─► ranks fill, Release ─► card writes ─► commit
 
-A job is the puts of one set of chunks over all caches of the engine. Chunks that
+A job is the puts of one set of chunks over all caches of one part of the engine (a hybrid
+model's KV cache groups are parts with chunks of their own). Chunks that
 have a commit record when the job begins, and repetitions of a chunk within the job,
 are not written (NO_SLOT). When every
 put of the job has ended, the chunks of which every object was written get their
@@ -33,12 +34,14 @@ class Job:
     Attributes:
         packed_chunks: as every put of the job sends them.
         missing: bool [n]: which chunks are to be written; None until the card answered.
+        num_caches: of the part: objects a chunk has.
         num_written: int64 [n] objects written of each chunk.
         open_caches: caches whose put has not ended.
     """
 
     packed_chunks: bytes
     chunks: KeyArray
+    num_caches: int
     num_written: NDArray[np.int64]
     open_caches: set[int]
     deadline: float
@@ -53,7 +56,7 @@ class PutTable(RequestTable):
 
     def __init__(self, context: Context, job_deadline_s: float) -> None:
         super().__init__(context)
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[tuple[int, int], Job] = {}  # by job and part
         self._job_deadline_s = job_deadline_s
 
     @property
@@ -63,7 +66,7 @@ class PutTable(RequestTable):
 
     def _on_open(self, request: Request) -> None:
         put = _put_of(request)
-        job = self._jobs.get(put.job)
+        job = self._job_of(request)
         if job is None:
             job = self._open_job(put, request.chunks)
         if job.packed_chunks != put.chunks:
@@ -72,15 +75,23 @@ class PutTable(RequestTable):
             raise WireError(f"job {put.job:#x} stores a cache twice")
         job.claimed |= set(put.caches)
 
+    def _number(self, put: Put) -> tuple[int, int]:
+        return put.job, self._ctx.session.caches[put.caches[0]].part
+
+    def _job_of(self, request: Request) -> Job | None:
+        return self._jobs.get(self._number(_put_of(request)))
+
     def _open_job(self, put: Put, chunks: KeyArray) -> Job:
+        part = self._ctx.session.part(self._ctx.session.caches[put.caches[0]].part)
         job = Job(
             packed_chunks=put.chunks,
             chunks=chunks,
             num_written=np.zeros(len(chunks), dtype=np.int64),
-            open_caches=set(self._ctx.session.caches),
+            num_caches=len(part),
+            open_caches=part,
             deadline=self._ctx.clock() + self._job_deadline_s,
         )
-        self._jobs[put.job] = job
+        self._jobs[self._number(put)] = job
 
         def then(status: StatusArray) -> None:
             job.missing = (status != 0) & _first_of_each(chunks)
@@ -93,7 +104,7 @@ class PutTable(RequestTable):
     def pump(self) -> None:
         """Grant slots while they are free, in the order of arrival."""
         for request in list(self._requests.values()):
-            job = self._jobs.get(_put_of(request).job)
+            job = self._job_of(request)
             if job is None and not request.failed and request.num_started < len(request.objects):
                 self._fail(request, "its job ended without it: job_deadline_s")
             if job is None or job.missing is None or not request.all_arrived:
@@ -147,7 +158,7 @@ class PutTable(RequestTable):
         self._ctx.counters.add("bytes_written", int(request.lengths[objects[good]].sum()))
         count_failures(self._ctx.counters, "objects_not_written", status)
         batch.status = status
-        job = self._jobs.get(_put_of(request).job)
+        job = self._job_of(request)
         if job is not None:
             np.add.at(job.num_written, request.chunk_of(objects[good]), 1)
         self._drop(request, batch)
@@ -158,16 +169,16 @@ class PutTable(RequestTable):
 
     def _on_end(self, request: Request) -> None:
         put = _put_of(request)
-        job = self._jobs.get(put.job)
+        job = self._job_of(request)
         if job is None:
             return
         job.open_caches -= set(put.caches)
         if not job.open_caches:
-            del self._jobs[put.job]
+            del self._jobs[self._number(put)]
             self._commit(job)
 
     def _commit(self, job: Job) -> None:
-        whole = job.num_written == len(self._ctx.session.caches)
+        whole = job.num_written == job.num_caches
         if not whole.any():
             return
 

@@ -25,6 +25,7 @@ from adp_kv.wire.messages import PROTOCOL_VERSION, CacheDecl, Hello
 SCHEDULER_RANK = -1
 MAX_WORLD_SIZE = 4096
 MAX_CACHES = 65536
+MAX_PARTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,13 @@ class Cache:
 
     Attributes:
         object_bytes: all slices together.
+        part: caches of one part have their chunks committed together.
         group: the ranks that hold a slice and take part in its requests, ascending.
     """
 
     name: str
     object_bytes: int
+    part: int
     group: tuple[int, ...]
 
 
@@ -124,11 +127,15 @@ class Session:
                 facts.update(repr((rank, *msgspec.structs.astuple(decl))).encode())
         return facts.digest()
 
+    def part(self, part: int) -> set[int]:
+        """Return the caches of a part, whose chunks are committed together."""
+        return {index for index, other in self.caches.items() if other.part == part}
+
     def group_of(self, caches: list[int], rank: int) -> tuple[int, ...]:
         """Return the ranks that share a request for these caches.
 
         Raises:
-            WireError: Unknown caches, caches of different ranks, or not this rank's.
+            WireError: Unknown caches, caches of different ranks or parts, or not this rank's.
         """
         if not caches:
             raise WireError("a request names no cache")
@@ -140,6 +147,8 @@ class Session:
             raise WireError("a request names a cache twice")
         if any(self.caches[c].group != group for c in caches):
             raise WireError("one request mixes caches of different ranks")
+        if any(self.caches[c].part != self.caches[caches[0]].part for c in caches):
+            raise WireError("one request mixes caches of different parts")
         if rank not in group:
             raise WireError(f"rank {rank} holds no slice of {self.caches[caches[0]].name}")
         return group
@@ -154,12 +163,12 @@ def _settle_cache(decls: list[tuple[int, CacheDecl]]) -> Cache:
                 f"cache {first.index}: rank {first_rank} has {first.name}, {first.num_slices} "
                 f"slices of {first.slice_bytes} bytes, rank {rank} has {decl.name}, slice "
                 f"{decl.slice_idx} of {decl.num_slices} of {decl.slice_bytes} bytes; layouts "
-                f"{first.layout!r} and {decl.layout!r}"
+                f"{first.layout!r} and {decl.layout!r}, parts {first.part} and {decl.part}"
             )
     missing = set(range(first.num_slices)) - {decl.slice_idx for _, decl in decls}
     if missing:
         raise WireError(f"cache {first.name}: no rank holds slice {min(missing)}")
-    return Cache(first.name, first.object_bytes, tuple(rank for rank, _ in decls))
+    return Cache(first.name, first.object_bytes, first.part, tuple(rank for rank, _ in decls))
 
 
 def check_hello(hello: Hello) -> None:
@@ -183,5 +192,5 @@ def check_hello(hello: Hello) -> None:
         raise WireError(f"rank {hello.rank} declares a cache index twice")
     for decl in hello.caches:
         sizes_ok = 1 <= decl.slice_bytes <= 1 << 40 and 1 <= decl.num_slices <= MAX_WORLD_SIZE
-        if not sizes_ok or not 0 <= decl.index < MAX_CACHES:
+        if not sizes_ok or not 0 <= decl.index < MAX_CACHES or not 0 <= decl.part < MAX_PARTS:
             raise WireError(f"cache {decl.name!r} of rank {hello.rank} is out of range")

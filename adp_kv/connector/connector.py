@@ -173,8 +173,7 @@ class AdpConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks to restore into."""
-        block_ids = list(blocks.get_block_ids()[0]) if num_external_tokens else []
-        self.scheduler.after_alloc(request, block_ids, num_external_tokens)
+        self.scheduler.after_alloc(request, blocks.blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> AdpMetadata:
         """Return the step's work."""
@@ -186,15 +185,14 @@ class AdpConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Forget a request; its blocks may go, pinned ones stay by themselves."""
-        del block_ids
-        self.scheduler.on_finished(request)
-        return False, None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
         """As request_finished, for every group."""
-        return self.request_finished(request, block_ids[0] if block_ids else [])
+        self.scheduler.on_finished(request, block_ids)
+        return False, None
 
     def has_pending_push_work(self) -> bool:
         """Keep stepping until pinned blocks are given back."""

@@ -20,14 +20,16 @@ from adp_kv.wire.keys import KeyArray
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Chunks to move and the blocks they belong to.
+    """Chunks of one part to move and the blocks they belong to.
 
     Attributes:
-        keys: uint64 [n, 2].
-        blocks: int64 [n, blocks_per_chunk]; -1 where the page is not wanted.
+        part: number of the KV cache group.
+        keys: uint64 [n, 2], of the part.
+        blocks: int64 [n, pages of the part]; -1 where the page is not wanted.
         request_ids: whose they are; for async restores, who waits.
     """
 
+    part: int
     keys: KeyArray
     blocks: NDArray[np.int64]
     request_ids: list[str]
@@ -43,14 +45,15 @@ class AdpMetadata(KVConnectorMetadata):
         acknowledged_failure: the last step of which the scheduler side knows that a
             restore failed; saves wait for it, since later steps may have computed from
             pages that never came.
+        restore, async_restore, save: at most one entry a part.
     """
 
     step: int
     idle: bool = False
     acknowledged_failure: int = -1
-    restore: Chunks | None = None
-    async_restore: Chunks | None = None
-    save: Chunks | None = None
+    restore: list[Chunks] = field(default_factory=list)
+    async_restore: list[Chunks] = field(default_factory=list)
+    save: list[Chunks] = field(default_factory=list)
 
 
 @dataclass

@@ -9,99 +9,43 @@ vLLM would spin, and the client's threads need the interpreter and, on small mac
 the core. Failure scope: without an answer there is no hit; when a rank or the
 gateway is gone there are neither hits nor saves any more.
 
-Pins: a block that a save reads is touched in vLLM's block pool from its selection until
-every rank has copied it, so neither the end of its request nor preemption can give it away.
+Parts: a model's KV cache groups have tables, chunks and commits of their own (layout/parts.py).
+A hit ends where all of them have what they need; what each saves, and how long its blocks
+are pinned, is in saves.py.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from adp_kv import __version__
 from adp_kv.config import ConnectorSettings
-from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata, Chunks
+from adp_kv.connector.local_hits import trim_local_hit
+from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata
 from adp_kv.connector.read_ahead import ReadAheadSide
+from adp_kv.connector.request_state import RequestState, Selection
+from adp_kv.connector.saves import SaveSide
 from adp_kv.connector.vllm_view import EngineView, adapter_folder, hashes_repeatable, root_hash
+from adp_kv.errors import GatewayError
 from adp_kv.layout.fingerprint import digest, weights_fingerprint
+from adp_kv.layout.parts import Part, usable_chunks
 from adp_kv.metrics import Recorder
 from adp_kv.sdk.lookup import LookupClient, LookupTicket
 from adp_kv.sdk.loop import OFF_MESSAGE
-from adp_kv.wire.keys import KeyArray, chunk_keys
+from adp_kv.wire.keys import chunk_keys, part_keys
 from adp_kv.wire.messages import PROTOCOL_VERSION, Hello
 
 log = logging.getLogger("adp_kv")
 
-MAX_KNOWN_CHUNKS = 1 << 20
 IDLE_WAIT_S = 0.002
 SETTLE_S = 2.0
 RETRY_S = 2.0
 NORMAL_ENDS = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
-
-
-@dataclass(slots=True)
-class RequestState:
-    """What the scheduler side knows of one request.
-
-    Attributes:
-        ready_by: until then a gateway that is still being joined is waited for.
-        keys: uint64 [n, 2] of the chunks hashed so far.
-        blocks: block ids, in order.
-        hit_end: where the stored prefix ends, in tokens, as last told to vLLM.
-        next_chunk: first chunk not yet considered for saving.
-        failed: a restore of it failed; it is not offered another.
-    """
-
-    request: Any
-    ready_by: float
-    namespace: bytes | None = None
-    keys: KeyArray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.uint64))
-    blocks: list[int] = field(default_factory=list)
-    lookup: LookupTicket | None = None
-    hit_end: int = 0
-    next_chunk: int = 0
-    failed: bool = False
-
-
-@dataclass(slots=True)
-class Pin:
-    """Blocks of one step's save that must not be given away."""
-
-    blocks: list[Any]
-    keys: KeyArray
-    ranks_left: int
-
-
-@dataclass(slots=True)
-class Selection:
-    """Chunks picked for one step: keys, block ids and owners."""
-
-    keys: list[KeyArray] = field(default_factory=list)
-    blocks: list[list[int]] = field(default_factory=list)
-    request_ids: list[str] = field(default_factory=list)
-
-    def add(self, key: KeyArray, blocks: list[int], request_id: str) -> None:
-        """Add one chunk."""
-        self.keys.append(key)
-        self.blocks.append(blocks)
-        self.request_ids.append(request_id)
-
-    def take(self) -> Chunks | None:
-        """Return what was added, None if nothing, and start anew."""
-        if not self.keys:
-            return None
-        chunks = Chunks(
-            keys=np.stack(self.keys),
-            blocks=np.array(self.blocks, dtype=np.int64),
-            request_ids=list(self.request_ids),
-        )
-        self.keys, self.blocks, self.request_ids = [], [], []
-        return chunks
 
 
 class SchedulerSide:
@@ -116,11 +60,8 @@ class SchedulerSide:
     def __init__(self, engine: EngineView, settings: ConnectorSettings, namespace: bytes) -> None:
         self._engine = engine
         self._settings = settings
-        self._pool: Any = None
         self._states: dict[str, RequestState] = {}
-        self._known: OrderedDict[bytes, None] = OrderedDict()
-        self._restore, self._async_restore, self._save = Selection(), Selection(), Selection()
-        self._pins: dict[int, Pin] = {}
+        self._restore, self._async_restore = Selection(), Selection()
         self._step = 0
         self._computed: dict[str, int] = {}
         self._acknowledged_failure = -1
@@ -129,6 +70,7 @@ class SchedulerSide:
         self._ranks_off = False
         self._awaits_answer = False
         self.stats = Recorder()
+        self.saves = SaveSide(engine, self.stats, self._hash)
         self._hello = Hello(
             version=PROTOCOL_VERSION,
             release=__version__,
@@ -173,14 +115,14 @@ class SchedulerSide:
         self.client.again = True
         self._ahead = ReadAheadSide(self.client, self._engine)
         self._namespace, self._ranks_off = None, False
-        self._known.clear()
+        self.saves.forget_all()
         for state in self._states.values():
             state.lookup = None
         self.client.start()
 
     def bind_pool(self, pool: Any) -> None:
         """Take vLLM's block pool, for pins."""
-        self._pool = pool
+        self.saves.pool = pool
 
     @property
     def off(self) -> bool:
@@ -222,7 +164,8 @@ class SchedulerSide:
 
     def on_new_request(self, request: Any) -> None:
         """Note a request and ask early what of it is stored."""
-        state = RequestState(request, time.monotonic() + self._settings.lookup_timeout_s)
+        ready_by = time.monotonic() + self._settings.lookup_timeout_s
+        state = RequestState(request, ready_by, [0] * len(self._engine.parts))
         self._states[request.request_id] = state
         if self._ready():
             self._ask(state)
@@ -230,9 +173,10 @@ class SchedulerSide:
     def _ask(self, state: RequestState) -> None:
         self._hash(state)
         if len(state.keys):
-            state.lookup = self.client.ask(state.keys, self._settings.lookup_timeout_s)
+            keys = np.concatenate([part_keys(state.keys, p.index) for p in self._engine.parts])
+            state.lookup = self.client.ask(keys, self._settings.lookup_timeout_s)
             self.stats.add("lookups")
-            self.stats.add("lookup_chunks", len(state.keys))
+            self.stats.add("lookup_chunks", len(keys))
             self._ahead.on_asked(state.request.request_id, state.lookup)
 
     def _hash(self, state: RequestState) -> None:
@@ -261,24 +205,35 @@ class SchedulerSide:
 
         None: ask again, the answer is on its way. Idempotent until blocks are allocated.
         """
+        external = self._external_tokens(request, num_computed)
+        if external == 0 and self._engine.local_hits_diverge:
+            whole = trim_local_hit(
+                self.saves.pool,
+                self._engine.parts,
+                request.block_hashes,
+                self._engine.hash_tokens,
+                num_computed // self._engine.chunk_tokens,
+            )
+            external = 0 if whole else None
+        return external, bool(external) and self._engine.async_loads
+
+    def _external_tokens(self, request: Any, num_computed: int) -> int | None:
         state = self._states.get(request.request_id)
         skip = getattr(request, "skip_reading_prefix_cache", False)
         if state is None or state.failed or skip:
-            return 0, False
+            return 0
         if not self._ready():
             joining = self.client.welcome is None and not self.client.again and not self.off
             self._awaits_answer = joining and time.monotonic() < state.ready_by
-            return (None if self._awaits_answer else 0), False
+            return None if self._awaits_answer else 0
         if state.lookup is None:
             self._ask(state)
         if state.lookup is not None and state.lookup.stored is None and not state.lookup.expired:
             self._awaits_answer = True
-            return None, False
+            return None
         self._note_answer(state.lookup)
-        hit = self._hit_tokens(state, request.num_tokens)
-        external = max(0, hit - num_computed)
-        state.hit_end = hit
-        return external, bool(external) and self._engine.async_loads
+        state.hit_end = self._hit_tokens(state, request.num_tokens)
+        return max(0, state.hit_end - num_computed)
 
     def _note_answer(self, lookup: LookupTicket | None) -> None:
         if lookup is None or lookup.noted:
@@ -294,21 +249,27 @@ class SchedulerSide:
         """Return the length of the stored prefix; at least one token is left to compute."""
         if state.lookup is None or state.lookup.stored is None:
             return 0
-        stored = state.lookup.stored
-        for key, there in zip(state.keys[: len(stored)], stored, strict=True):
-            self._remember(key.tobytes()) if there else self._known.pop(key.tobytes(), None)
-        num_chunks = int(np.argmin(stored)) if not stored.all() else len(stored)
-        return min(num_chunks, (num_tokens - 1) // self._engine.chunk_tokens) * (
-            self._engine.chunk_tokens
-        )
+        stored = state.lookup.stored.reshape(len(self._engine.parts), -1)
+        keys = state.keys[: stored.shape[1]]
+        for part, row in zip(self._engine.parts, stored.tolist(), strict=True):
+            for key, there in zip(part_keys(keys, part.index), row, strict=True):
+                self.saves.note(key.tobytes(), stored=there)
+        limit = (num_tokens - 1) // self._engine.chunk_tokens
+        num_chunks = usable_chunks(self._engine.parts, stored[:, :limit])
+        if self._engine.draft_cache and num_chunks:
+            # A draft model's last entry before the end was computed from whatever token came
+            # next for whoever stored it: recompute one chunk, as vLLM does with a block.
+            num_chunks = usable_chunks(self._engine.parts, stored[:, : num_chunks - 1])
+        return num_chunks * self._engine.chunk_tokens
 
-    def _remember(self, key: bytes) -> None:
-        self._known[key] = None
-        if len(self._known) > MAX_KNOWN_CHUNKS:
-            self._known.popitem(last=False)
+    def after_alloc(self, request: Any, tables: Sequence[Sequence[Any]], num_external: int) -> None:
+        """Note the blocks that vLLM reserved for num_external tokens to restore.
 
-    def after_alloc(self, request: Any, block_ids: list[int], num_external: int) -> None:
-        """Note the blocks that vLLM reserved for num_external tokens to restore."""
+        Args:
+            request: vLLM's.
+            tables: its blocks of each group.
+            num_external: as matched() said; 0 where none are restored.
+        """
         state = self._states.get(request.request_id)
         if state is None:
             return
@@ -316,18 +277,36 @@ class SchedulerSide:
         self._ahead.on_admitted(request.request_id, restores=num_external > 0)
         if num_external == 0:
             return
-        chunk, block = self._engine.chunk_tokens, self._engine.block_tokens
-        end = state.hit_end
-        start = end - num_external
-        selection = self._async_restore if self._engine.async_loads else self._restore
-        per_chunk = self._engine.blocks_per_chunk
-        for i in range(start // chunk, end // chunk):
-            first = i * per_chunk
-            blocks = block_ids[first : first + per_chunk]
-            num_local = max(0, start // block - first)
-            blocks = [-1] * num_local + blocks[num_local:]
-            selection.add(state.keys[i], blocks, request.request_id)
+        start = state.hit_end - num_external
+        for part, table in zip(self._engine.parts, tables, strict=True):
+            self._restore_part(state, part, table, start)
         self.stats.add("tokens_restored", num_external)
+
+    def _restore_part(
+        self, state: RequestState, part: Part, table: Sequence[Any], start: int
+    ) -> None:
+        """Pick what one group lacks: what begins at start, and what it did not have before."""
+        end = state.hit_end // self._engine.chunk_tokens
+        first = part.first_needed(end)
+        keys = part_keys(state.keys[:end], part.index)
+        selection = self._async_restore if self._engine.async_loads else self._restore
+        begin = first // part.blocks_per_chunk
+        if not self._engine.local_hits_diverge:
+            begin = max(begin, start // self._engine.chunk_tokens)
+        for chunk in range(begin, end):
+            blocks = []
+            for position in part.positions(chunk):
+                block = table[position]
+                local = position * part.block_tokens < start and block.block_hash is not None
+                unwanted = position < first or local
+                if not unwanted and block.is_null:
+                    raise GatewayError(
+                        f"vLLM reserved no block {position} of group {part.index} for a restore of "
+                        f"{state.hit_end} tokens: its tables are not what adp-kv expects"
+                    )
+                blocks.append(-1 if unwanted else block.block_id)
+            if any(block >= 0 for block in blocks):
+                selection.add(part.index, keys[chunk], blocks, state.request.request_id)
 
     # Save
 
@@ -342,24 +321,22 @@ class SchedulerSide:
         for request_id in self._ahead.answered():
             asked = self._states[request_id]
             hit = self._hit_tokens(asked, asked.request.num_tokens)
-            self._ahead.tell(asked.request, asked.keys, hit, self._pool)
+            self._ahead.tell(asked.request, asked.keys, hit, self.saves.pool)
         self._follow_blocks(output)
         if self._settings.save and self._ready():
             for request_id, num_scheduled in output.num_scheduled_tokens.items():
                 state = self._states.get(request_id)
                 if state is not None:
-                    computed = self._computed.get(request_id, 0) + num_scheduled
-                    self._select_saves(state, min(computed, state.request.num_tokens))
-        save = self._save.take()
-        if save is not None:
-            self._pin(save)
+                    computed = self._computed.get(request_id, 0)
+                    self.saves.pick_step(state, output, computed, num_scheduled)
+            self.saves.pick_offered(self._states, output)
         return AdpMetadata(
             step=self._step,
             idle=idle,
             acknowledged_failure=self._acknowledged_failure,
             restore=self._restore.take(),
             async_restore=self._async_restore.take(),
-            save=save,
+            save=self.saves.take(self._step),
         )
 
     def _follow_blocks(self, output: Any) -> None:
@@ -369,84 +346,44 @@ class SchedulerSide:
             self._computed[new.req_id] = new.num_computed_tokens
             state = self._states.get(new.req_id)
             if state is not None:
-                state.blocks = list(new.block_ids[0])
+                state.follow_tables(new.block_ids, from_start=True)
         cached = output.scheduled_cached_reqs
         for i, request_id in enumerate(cached.req_ids):
             self._computed[request_id] = cached.num_computed_tokens[i]
             state = self._states.get(request_id)
             fresh = cached.new_block_ids[i]
-            if state is None or fresh is None:
-                continue
-            if request_id in cached.resumed_req_ids:
-                state.blocks = list(fresh[0])
-            else:
-                state.blocks.extend(fresh[0])
-
-    def _select_saves(self, state: RequestState, num_final: int) -> None:
-        """Pick the chunks whose tokens are all computed after this step and known."""
-        self._hash(state)
-        per_chunk = self._engine.blocks_per_chunk
-        full = min(
-            num_final // self._engine.chunk_tokens, len(state.keys), len(state.blocks) // per_chunk
-        )
-        for i in range(state.next_chunk, full):
-            key = state.keys[i].tobytes()
-            if key in self._known:
-                continue
-            blocks = state.blocks[i * per_chunk : (i + 1) * per_chunk]
-            self._remember(key)
-            # Now, not with the step's metadata: a request that has ended gives its blocks
-            # away before the next step is built.
-            self._pool.touch([self._pool.blocks[block] for block in blocks])
-            self._save.add(state.keys[i], blocks, state.request.request_id)
-            self.stats.add("chunks_saved")
-        state.next_chunk = max(state.next_chunk, full)
-
-    def _pin(self, save: Chunks) -> None:
-        blocks = [self._pool.blocks[b] for b in save.blocks.reshape(-1).tolist()]
-        self._pins[self._step] = Pin(blocks, save.keys, self._engine.world_size)
-
-    def _unpin(self, step: int, num_ranks: int) -> None:
-        pin = self._pins.get(step)
-        if pin is None:
-            return
-        pin.ranks_left -= num_ranks
-        if pin.ranks_left <= 0:
-            del self._pins[step]
-            self._pool.free_blocks(pin.blocks)
+            if state is not None and fresh is not None:
+                state.follow_tables(fresh, from_start=request_id in cached.resumed_req_ids)
 
     def on_output(self, output: Any) -> None:
         """Take in what the ranks report after a step."""
         report = getattr(output, "kv_connector_worker_meta", None)
         if not isinstance(report, AdpWorkerMetadata):
             return
-        for step in report.unsaved_steps & set(self._pins):
-            self.stats.add("chunks_unsaved", len(self._pins[step].keys))
-            for key in self._pins[step].keys:
-                self._known.pop(key.tobytes(), None)
+        for step in report.unsaved_steps:
+            self.saves.given_up(step)
         for step, num_ranks in report.saved_steps.items():
-            self._unpin(step, num_ranks)
+            self.saves.released(step, num_ranks)
         if report.failed_step > self._acknowledged_failure:
             self._acknowledged_failure = report.failed_step
             for state in self._states.values():
-                self._consider_again(state)
+                self.saves.consider_again(state)
         for request_id in report.failed_requests & set(self._states):
             self._states[request_id].failed = True
-            self._consider_again(self._states[request_id])
+            self.saves.consider_again(self._states[request_id])
         # With `reconnect`, a rank's news of the session before must not end this one.
         ours = not self._settings.reconnect or self.client.generation in report.off_sessions
         if report.off and ours and not self._ranks_off:
             self._ranks_off = True
             log.warning("no more lookups and saves: a worker rank has turned the cache off")
 
-    def _consider_again(self, state: RequestState) -> None:
-        """After a failed restore: what is computed anew may have to be stored anew."""
-        state.next_chunk = 0
-        for key in state.keys:
-            self._known.pop(key.tobytes(), None)
+    def on_finished(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
+        """Forget a request; chunks it filled with its last tokens are saved in the next step.
 
-    def on_finished(self, request: Any) -> None:
-        """Forget a request; chunks it filled with its last tokens are saved in the next step."""
+        Args:
+            request: vLLM's.
+            tables: its block ids of each group, which it is about to give away.
+        """
         state = self._states.pop(request.request_id, None)
         self._ahead.on_finished(request.request_id)
         if state is None or not self._settings.save or not self._ready():
@@ -454,18 +391,19 @@ class SchedulerSide:
         # Only after a normal end: an aborted or failed request may hold pages that were
         # computed from ones that never came.
         normal = getattr(request.status, "name", "") in NORMAL_ENDS
-        if normal and not state.failed and state.blocks:
-            self._select_saves(state, min(request.num_tokens - 1, request.num_computed_tokens))
+        if normal and not state.failed and state.tables:
+            num_final = min(request.num_tokens - 1, request.num_computed_tokens)
+            self.saves.pick_last(state, tables, num_final)
 
     @property
     def has_pending_saves(self) -> bool:
         """Whether the engine should keep stepping until blocks are given back."""
-        return bool(self._pins) or bool(self._save.keys)
+        return self.saves.pending
 
     def take_stats(self) -> dict[str, dict[str, Any]] | None:
         """Return what was counted since the last call, None if nothing."""
         self.stats.show("off", float(self.off))
-        self.stats.show("pinned_blocks", sum(len(pin.blocks) for pin in self._pins.values()))
+        self.stats.show("pinned_blocks", self.saves.num_pinned)
         return self.stats.take()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The only module that spells vLLM's names: configuration, caches, requests.
+"""Spells vLLM's names, with vllm_caches: configuration, hashes, what a step carries.
 
 Everything below the connector works with what this returns: plain facts, geometry,
 numbers. Features are probed for, versions are not compared.
@@ -15,15 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as vllm_base
 
 from adp_kv.config import ConnectorSettings, hash_seed
+from adp_kv.connector.vllm_caches import (
+    common_block_tokens,
+    has_states,
+    keeps_every_state,
+    view_parts,
+)
 from adp_kv.errors import ConfigError
 from adp_kv.layout.fingerprint import FORMAT_VERSION, weights_fingerprint
-from adp_kv.layout.geometry import CacheGeometry, dense_pages, head_slices, layer_indices
+from adp_kv.layout.parts import Part
 from adp_kv.units import ceil_div
 
 DEFAULT_CHUNK_TOKENS = 256
+WITHOUT_DRAFT_CACHE = {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +39,29 @@ class EngineView:
 
     Attributes:
         engine_id: the same on both sides and in every rank; new at every start.
-        block_tokens: tokens of a block; hash_tokens: tokens of a block hash.
-        chunk_tokens: tokens of a chunk.
+        parts: its KV cache groups.
+        hash_tokens: tokens of a block hash; chunk_tokens: tokens of a chunk.
+        every_state: recurrent states are kept at every block boundary.
+        local_hits_diverge: vLLM may count a local hit that not every group has (0.25).
+        draft_cache: a draft model has caches, whose last entries depend on the token after.
     """
 
     engine_id: str
     world_size: int
-    tp_size: int
-    block_tokens: int
+    parts: tuple[Part, ...]
     hash_tokens: int
     chunk_tokens: int
     address: str
     async_loads: bool
     facts: Mapping[str, object]
+    every_state: bool = False
+    local_hits_diverge: bool = False
+    draft_cache: bool = False
 
     @property
-    def blocks_per_chunk(self) -> int:
-        """Blocks of a chunk."""
-        return self.chunk_tokens // self.block_tokens
+    def undoable(self) -> bool:
+        """Whether vLLM can truncate a request at a failed block: one group that keeps all."""
+        return len(self.parts) == 1 and self.parts[0].kept_tokens is None
 
     @property
     def hashes_per_chunk(self) -> int:
@@ -67,19 +79,51 @@ def view_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSetti
     parallel = vllm_config.parallel_config
     _refuse_context_parallel(parallel)
     _refuse_scales_of_the_day(vllm_config.cache_config)
-    group = _only_group(kv_cache_config)
-    block_tokens = int(group.kv_cache_spec.block_size)
+    block_tokens = common_block_tokens(kv_cache_config)
+    recurrent = has_states(kv_cache_config)
+    if recurrent:
+        _check_recurrent(vllm_config, settings, block_tokens)
+    # States are there at block boundaries only, and not at every one.
+    chunk_tokens = block_tokens if recurrent else _chunk_tokens(settings, block_tokens)
+    parts = view_parts(kv_cache_config, chunk_tokens)
     return EngineView(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
         world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
-        tp_size=parallel.tensor_parallel_size,
-        block_tokens=block_tokens,
+        parts=parts,
         hash_tokens=_hash_tokens(vllm_config, kv_cache_config, block_tokens),
-        chunk_tokens=_chunk_tokens(settings, block_tokens),
+        chunk_tokens=chunk_tokens,
         address=_address(settings, parallel),
-        async_loads=_async_loads(vllm_config, settings),
-        facts=_facts(vllm_config, kv_cache_config, settings, block_tokens),
+        async_loads=_async_loads(vllm_config, settings, parts),
+        facts=_facts(vllm_config, kv_cache_config, settings, parts, chunk_tokens),
+        every_state=keeps_every_state(kv_cache_config),
+        local_hits_diverge=recurrent
+        and not hasattr(vllm_base.KVConnectorBase_V1, "supports_divergent_local_hybrid_hits"),
+        draft_cache=_has_draft_cache(vllm_config),
     )
+
+
+def _check_recurrent(vllm_config: Any, settings: ConnectorSettings, block_tokens: int) -> None:
+    """Refuse what can't be right with recurrent states."""
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        raise ConfigError(
+            "speculative decoding with recurrent states (Mamba-type layers) is not available in "
+            "this release of adp-kv: remove --speculative-config, or the connector"
+        )
+    if settings.load_mode == "layerwise":
+        raise ConfigError(
+            "load_mode = layerwise with recurrent states (Mamba-type layers): vLLM copies a state "
+            "before any layer could wait for it; use load_mode async or auto"
+        )
+    if settings.chunk_size not in {0, block_tokens}:
+        raise ConfigError(
+            f"chunk_size = {settings.chunk_size} with recurrent states (Mamba-type layers): vLLM "
+            f"keeps one every {block_tokens} tokens; use {block_tokens}, or leave it out"
+        )
+
+
+def _has_draft_cache(vllm_config: Any) -> bool:
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return speculative is not None and speculative.method not in WITHOUT_DRAFT_CACHE
 
 
 def _refuse_context_parallel(parallel: Any) -> None:
@@ -100,31 +144,12 @@ def _refuse_scales_of_the_day(cache: Any) -> None:
         )
 
 
-def _only_group(kv_cache_config: Any) -> Any:
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = sorted({type(g.kv_cache_spec).__name__ for g in groups})
-        raise ConfigError(
-            f"this model has {len(groups)} KV cache groups ({', '.join(kinds)}): hybrid models are "
-            "not available in this release of adp-kv; a sliding-window model can run with "
-            "--disable-hybrid-kv-cache-manager"
-        )
-    for name, spec in _layer_specs(groups[0]).items():
-        if type(spec).__name__ not in {"FullAttentionSpec", "MLAAttentionSpec"}:
-            raise ConfigError(
-                f"layer {name} has a cache of kind {type(spec).__name__}: only full attention and "
-                "MLA are available in this release of adp-kv"
-            )
-    return groups[0]
-
-
-def _layer_specs(group: Any) -> dict[str, Any]:
-    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    return {name: (per_layer or {}).get(name, group.kv_cache_spec) for name in group.layer_names}
-
-
 def _hash_tokens(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> int:
+    from vllm.v1.core import kv_cache_utils  # noqa: PLC0415
+
     resolved = getattr(kv_cache_config, "hash_block_size", None)
+    if resolved is None and len(kv_cache_config.kv_cache_groups) > 1:
+        _, resolved = kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     if resolved is None:
         resolved = getattr(vllm_config.cache_config, "hash_block_size", None)
     return int(resolved or block_tokens)
@@ -150,14 +175,18 @@ def _address(settings: ConnectorSettings, parallel: Any) -> str:
     return settings.gateway.replace("{dp_rank}", str(parallel.data_parallel_rank))
 
 
-def _async_loads(vllm_config: Any, settings: ConnectorSettings) -> bool:
+def _async_loads(vllm_config: Any, settings: ConnectorSettings, parts: tuple[Part, ...]) -> bool:
     """Return whether restores are asynchronous.
 
-    Under the policy `recompute` they are: vLLM leaves the blocks of a layer-wise load that
-    failed in its prefix cache and lets one request compute them anew, over several steps,
-    while others that share them take them for computed. Blocks that load asynchronously
-    are shared only once they are there.
+    Recurrent states must be: vLLM copies a state before any layer could wait for it. A
+    layer-wise load that fails can't be undone with several groups: where vLLM takes failed
+    requests, those get asynchronous loads. So does the policy `recompute`: vLLM leaves the
+    blocks of a layer-wise load that failed in its prefix cache and lets one request compute
+    them anew, over several steps, while others that share them take them for computed.
+    Blocks that load asynchronously are shared only once they are there.
     """
+    if any(part.recurrent for part in parts):
+        return True
     recompute = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
     if settings.load_mode == "layerwise" and recompute:
         raise ConfigError(
@@ -165,11 +194,22 @@ def _async_loads(vllm_config: Any, settings: ConnectorSettings) -> bool:
             "blocks whose load has failed before they are computed anew. Use load_mode async or "
             "auto, or the policy fail"
         )
-    return settings.load_mode == "async" or recompute
+    undoable = len(parts) == 1 and parts[0].kept_tokens is None
+    better = not undoable and takes_failed_requests() and settings.load_mode == "auto"
+    return settings.load_mode == "async" or recompute or better
+
+
+def takes_failed_requests() -> bool:
+    """Return whether vLLM is told of failed restores by request, whatever the groups are."""
+    return hasattr(vllm_base, "KVConnectorTransferResults")
 
 
 def _facts(
-    vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings, block_tokens: int
+    vllm_config: Any,
+    kv_cache_config: Any,
+    settings: ConnectorSettings,
+    parts: tuple[Part, ...],
+    chunk_tokens: int,
 ) -> dict[str, object]:
     """Everything that changes bytes or hashes, is not in a block hash, and names no process."""
     model, cache, parallel = (
@@ -194,8 +234,8 @@ def _facts(
         "draft": _draft(vllm_config),
         "cache_dtype": str(cache.cache_dtype),
         "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
-        "block_tokens": block_tokens,
-        "chunk_tokens": _chunk_tokens(settings, block_tokens),
+        "parts": [[p.block_tokens, p.kept_tokens, p.recurrent] for p in parts],
+        "chunk_tokens": chunk_tokens,
         "tp": parallel.tensor_parallel_size,
         "pp": parallel.pipeline_parallel_size,
         "hash": algorithm,
@@ -223,57 +263,6 @@ def _draft(vllm_config: Any) -> list[str | None] | None:
     folder = Path(model)
     weights = weights_fingerprint(folder) if folder.is_dir() else None
     return [str(getattr(speculative, "method", None)), model, weights]
-
-
-def view_caches(
-    kv_caches: Mapping[str, torch.Tensor],
-    vllm_config: Any,
-    kv_cache_config: Any,
-    engine: EngineView,
-    tp_rank: int,
-) -> list[CacheGeometry]:
-    """Return this rank's caches in layer order, from the tensors vLLM registered.
-
-    Raises:
-        ConfigError: A cache whose pages this release can't address.
-    """
-    specs = _layer_specs(_only_group(kv_cache_config))
-    indices = layer_indices(list(specs))
-    model = vllm_config.model_config
-    total_heads = int(model.get_total_num_kv_heads())
-    caches = []
-    for name, spec in specs.items():
-        tensor = kv_caches[name]
-        pages = dense_pages(
-            name, tensor.shape, tensor.stride(), tensor.element_size(), kv_cache_config.num_blocks
-        )
-        if pages.page_bytes != spec.page_size_bytes:
-            raise ConfigError(
-                f"{name}: pages have {pages.page_bytes} bytes, vLLM says {spec.page_size_bytes}"
-            )
-        latent = type(spec).__name__ == "MLAAttentionSpec"
-        usual = max(1, total_heads // engine.tp_size) == spec.num_kv_heads
-        heads = None if latent else (total_heads if usual else engine.tp_size)
-        slice_idx, num_slices, replica_idx, num_replicas = head_slices(
-            tp_rank, engine.tp_size, heads
-        )
-        caches.append(
-            CacheGeometry(
-                index=indices[name],
-                name=name,
-                base_address=tensor.data_ptr(),
-                block_stride_bytes=pages.block_stride_bytes,
-                page_bytes=pages.page_bytes,
-                num_blocks=kv_cache_config.num_blocks,
-                blocks_per_chunk=engine.blocks_per_chunk,
-                slice_idx=slice_idx,
-                num_slices=num_slices,
-                replica_idx=replica_idx,
-                num_replicas=num_replicas,
-                layout=f"{tensor.dtype} {tuple(tensor.shape[1:])} {tensor.stride()[1:]}",
-            )
-        )
-    return sorted(caches, key=lambda cache: cache.index)
 
 
 def worker_ranks() -> tuple[int, int]:
@@ -334,6 +323,21 @@ def hooks_will_fire(forward_context: Any) -> bool:
     mode = getattr(forward_context, "cudagraph_runtime_mode", None)
     full = getattr(mode, "name", "") == "FULL"
     return not full and getattr(forward_context, "attn_metadata", None) is not None
+
+
+def tables_now(output: Any, request_id: str) -> tuple[list[int], ...] | None:
+    """Return a request's block ids of each group as vLLM has them in this step (0.29 and later)."""
+    state = getattr(output, "kv_connector_block_state", None)
+    return None if state is None else state.get_block_ids(request_id)
+
+
+def offered_states(output: Any) -> Mapping[str, list[tuple[int, int, int]]] | None:
+    """Return (group, block, boundary in tokens) of the states that this step leaves, by request.
+
+    None where vLLM does not say (before 0.29).
+    """
+    state = getattr(output, "kv_connector_block_state", None)
+    return None if state is None else state.boundary_state_offloads
 
 
 def adapter_folder(request: Any) -> Path | None:

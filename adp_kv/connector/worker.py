@@ -11,7 +11,9 @@ that computed before its pages were fenced is a failed load, never a silent one.
 Threads: called by vLLM's worker thread; the rank client has its own. Failure scope: a
 failed restore is reported by block (and by request where it was asynchronous); from
 then on saves are held back until the scheduler side knows, since later steps may have
-computed from pages that never came.
+computed from pages that never came. With several KV cache groups vLLM can't be told by
+block: a failed asynchronous restore is told by request, and where that can't be either,
+RestoreLostError stops the engine.
 """
 
 from __future__ import annotations
@@ -19,8 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +29,16 @@ import torch
 from adp_kv import __version__
 from adp_kv.config import ConnectorSettings, cache_folder, device_connections
 from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata, Chunks
+from adp_kv.connector.steps import AsyncRestore, Step
+from adp_kv.connector.vllm_caches import first_tensor, view_caches
 from adp_kv.connector.vllm_view import (
     EngineView,
     hooks_will_fire,
+    takes_failed_requests,
     tell_tp_ranks,
-    view_caches,
     worker_ranks,
 )
-from adp_kv.errors import GatewayError, TransferError
+from adp_kv.errors import GatewayError, RestoreLostError, TransferError
 from adp_kv.fanout.fanout import Fanout
 from adp_kv.fanout.settings import FanoutSettings
 from adp_kv.fanout.start import start_fanout
@@ -50,7 +53,7 @@ from adp_kv.sdk.rank_client import (
     RankClient,
     declare,
 )
-from adp_kv.transfer.base import Mover, Ticket
+from adp_kv.transfer.base import Mover
 from adp_kv.transfer.factory import open_mover
 from adp_kv.units import MiB
 from adp_kv.wire.messages import PROTOCOL_VERSION, Hello
@@ -61,32 +64,6 @@ LAYERWISE_SAVE_BYTES = 1 * MiB
 """Below this much a layer, a put a layer costs more than it overlaps: one put a step."""
 IDLE_WAIT_S = 0.002
 RETRY_S = 2.0
-
-
-@dataclass(slots=True)
-class Step:
-    """The step between start_load and finish_step.
-
-    Attributes:
-        restore: its synchronous restore; unfenced: caches no one has waited for yet.
-        unproven: fenced copies whose bytes are right only if other ranks did their part.
-        save: its save; unsaved: caches whose put is not out yet.
-    """
-
-    meta: AdpMetadata
-    restore: Job | None = None
-    unfenced: set[int] = field(default_factory=set)
-    unproven: list[Ticket] = field(default_factory=list)
-    save: Job | None = None
-    unsaved: dict[int, CacheGeometry] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class AsyncRestore:
-    """A restore that requests wait for outside the batch."""
-
-    job: Job
-    request_ids: set[str]
 
 
 class WorkerSide:
@@ -107,7 +84,7 @@ class WorkerSide:
         self._index_of: dict[str, int] = {}
         self._hooked: set[int] = set()
         self._step: Step | None = None
-        self._saves: list[Job] = []
+        self._saves: dict[int, list[Job]] = {}  # by step
         self._async: list[AsyncRestore] = []
         self._failed_blocks: set[int] = set()
         self._failed_step = -1
@@ -129,7 +106,10 @@ class WorkerSide:
         return self._client
 
     def register(
-        self, kv_caches: Mapping[str, torch.Tensor], vllm_config: Any, kv_cache_config: Any
+        self,
+        kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+        vllm_config: Any,
+        kv_cache_config: Any,
     ) -> None:
         """Take the engine's caches, connect, map and register the ring.
 
@@ -140,10 +120,11 @@ class WorkerSide:
             GatewayError: No gateway, and gateway_required is set.
         """
         rank, tp_rank = worker_ranks()
-        caches = view_caches(kv_caches, vllm_config, kv_cache_config, self._engine, tp_rank)
+        parts = self._engine.parts
+        caches = view_caches(kv_caches, vllm_config, kv_cache_config, parts, tp_rank)
         self._caches = {cache.index: cache for cache in caches}
         self._index_of = {cache.name: cache.index for cache in caches}
-        device = kv_caches[caches[0].name].device
+        device = first_tensor(kv_caches[caches[0].name]).device
         largest = max(cache.page_bytes for cache in caches)
         self._scratch = torch.empty(largest, dtype=torch.uint8, device=device)
         hello = Hello(
@@ -183,11 +164,12 @@ class WorkerSide:
         if not self._client.wait_settled() and self._settings.gateway_required:
             raise GatewayError(f"{self._client.off_reason} (gateway_required is set)")
         log.info(
-            "adp_kv rank %d: %d caches, chunk of %d tokens, %d bytes a chunk on this rank",
+            "adp_kv rank %d: %d caches, %d parts, chunk of %d tokens, of %d bytes on this rank",
             rank,
             len(caches),
+            len(parts),
             self._engine.chunk_tokens,
-            self._chunk_bytes,
+            sum(cache.slice_bytes for cache in caches),
         )
 
     def _open_fanout(self, mover: Mover, tp_rank: int) -> Fanout | None:
@@ -207,46 +189,57 @@ class WorkerSide:
             )
         return start_fanout(mover, tp_rank, tell_tp_ranks, settings, obstacle)
 
-    @property
-    def _chunk_bytes(self) -> int:
-        """Bytes of one chunk on this rank, over all of its caches."""
-        return sum(cache.slice_bytes for cache in self._caches.values())
+    def _part(self, part: int) -> list[CacheGeometry]:
+        """Return a part's caches on this rank, in layer order."""
+        return [cache for cache in self._caches.values() if cache.part == part]
 
     # Restore
 
     def start_load(self, meta: AdpMetadata, forward_context: Any) -> None:
         """Start the step's restores; wait here for what no hook will wait for."""
         step = self._begin(meta)
-        if meta.async_restore is not None:
-            job = self._job(meta, meta.async_restore, list(self._caches.values()), load=True)
-            self._async.append(AsyncRestore(job, set(meta.async_restore.request_ids)))
-            self.client.submit_restore(job, ASYNC_RESTORE, self.client.mover.mark())
+        if meta.async_restore:
+            self._start_async(meta)
         if meta.idle:
             self.finish_step(meta)
-        if meta.restore is None:
+        if not meta.restore:
             return
         hooked = self._hooked if hooks_will_fire(forward_context) else set()
-        order = sorted(self._caches.values(), key=lambda c: (c.index in hooked, c.index))
-        step.restore = self._job(meta, meta.restore, order, load=True)
-        step.unfenced = set(self._caches)
-        self.client.submit_restore(step.restore, RESTORE, self.client.mover.mark())
-        for cache in order:
-            if cache.index not in hooked:
-                self._fence(step, cache.index)
+        mark = self.client.mover.mark()
+        for chunks in meta.restore:
+            if not self._part(chunks.part):
+                continue
+            job = self._job(meta, chunks, load=True)
+            job.caches.sort(key=lambda c: (c.index in hooked, c.index))
+            step.restore[chunks.part] = job
+            step.unfenced |= {cache.index for cache in job.caches}
+            self.client.submit_restore(job, RESTORE, mark)
+        for index in sorted(step.unfenced - hooked):
+            self._fence(step, index)
+
+    def _start_async(self, meta: AdpMetadata) -> None:
+        mark = self.client.mover.mark()
+        jobs = [
+            (self._job(meta, chunks, load=True), chunks)
+            for chunks in meta.async_restore
+            if self._part(chunks.part)
+        ]
+        request_ids = {name for chunks in meta.async_restore for name in chunks.request_ids}
+        self._async.append(AsyncRestore(request_ids, jobs))
+        for job, _ in jobs:
+            self.client.submit_restore(job, ASYNC_RESTORE, mark)
 
     def _begin(self, meta: AdpMetadata) -> Step:
         """Return the step of this metadata; start_load may come after the layers' hooks."""
         if self._step is None or self._step.meta is not meta:
             self._step = Step(meta)
-            if meta.save is not None:
+            if meta.save:
                 self._begin_save(self._step, meta.save)
         return self._step
 
-    def _job(
-        self, meta: AdpMetadata, chunks: Chunks, caches: list[CacheGeometry], *, load: bool
-    ) -> Job:
+    def _job(self, meta: AdpMetadata, chunks: Chunks, *, load: bool) -> Job:
         timeout = self._settings.load_timeout_s if load else self._settings.save_timeout_s
-        return Job(meta.step, chunks.keys, chunks.blocks, caches, timeout)
+        return Job(meta.step, chunks.keys, chunks.blocks, self._part(chunks.part), timeout)
 
     def wait_layer(self, meta: AdpMetadata, name: str) -> None:
         """Let the compute stream wait for a layer's pages."""
@@ -257,18 +250,19 @@ class WorkerSide:
         self._fence(self._begin(meta), index)
 
     def _fence(self, step: Step, index: int) -> None:
-        if step.restore is None or index not in step.unfenced:
+        if index not in step.unfenced:
             return
         step.unfenced.discard(index)
+        job = step.restore[self._caches[index].part]
         began = time.monotonic()
-        tickets = step.restore.wait_cache(index)
+        tickets = job.wait_cache(index)
         for ticket in tickets:
             ticket.fence()
         self.stats.observe("restore_wait_seconds", time.monotonic() - began)
         if not step.unfenced:
-            self.stats.observe("restore_seconds", time.monotonic() - step.restore.began)
-        step.unproven += tickets
-        self._note_failure(step, step.restore)
+            self.stats.observe("restore_seconds", time.monotonic() - job.began)
+        step.unproven.setdefault(self._caches[index].part, []).extend(tickets)
+        self._note_failure(step, job)
 
     def _note_failure(self, step: Step, restore: Job) -> None:
         if restore.failed_chunks.any():
@@ -276,6 +270,8 @@ class WorkerSide:
             self._drop_save(step)
 
     def _on_failed_restore(self, meta: AdpMetadata, job: Job) -> None:
+        if not self._engine.undoable:
+            raise RestoreLostError(job.reason or "unknown")
         if self._failed_step < meta.step:
             log.warning("a restore failed: %s", job.reason)
             self.stats.add("restores_failed:layerwise")
@@ -284,72 +280,81 @@ class WorkerSide:
 
     # Save
 
-    def _begin_save(self, step: Step, save: Chunks) -> None:
-        step.save = self._job(step.meta, save, list(self._caches.values()), load=False)
-        self._saves.append(step.save)
-        num_bytes = len(save.keys) * self._chunk_bytes
+    def _begin_save(self, step: Step, save: list[Chunks]) -> None:
+        jobs = [
+            self._job(step.meta, chunks, load=False) for chunks in save if self._part(chunks.part)
+        ]
+        step.save = {job.caches[0].part: job for job in jobs}
+        num_bytes = _bytes_of(jobs)
+        waiting = sum(_bytes_of(earlier) for earlier in self._saves.values())
+        self._saves[step.meta.step] = jobs
         if self.client.off:
-            self._drop(step.save, "off", "the external cache is off")
+            self._drop(jobs, "off", "the external cache is off")
         elif self._failed_step > step.meta.acknowledged_failure:
             told = "a restore failed and the scheduler does not know yet"
-            self._drop(step.save, "restore_failed", told)
-        elif self._unsaved_bytes() + num_bytes > self._settings.max_pending_save_bytes:
+            self._drop(jobs, "restore_failed", told)
+        elif waiting + num_bytes > self._settings.max_pending_save_bytes:
             log.warning("a save of %d bytes was dropped: max_pending_save_bytes", num_bytes)
-            self._drop(step.save, "max_pending_save_bytes", "max_pending_save_bytes")
+            self._drop(jobs, "max_pending_save_bytes", "max_pending_save_bytes")
         else:
-            step.unsaved = dict(self._caches)
-
-    def _unsaved_bytes(self) -> int:
-        return sum(job.num_chunks for job in self._saves[:-1]) * self._chunk_bytes
+            step.unsaved = {cache.index: cache for job in jobs for cache in job.caches}
 
     def save_layer(self, meta: AdpMetadata, name: str) -> None:
         """Save a layer that has just computed, if it is worth a request of its own."""
         step = self._begin(meta)
         cache = step.unsaved.get(self._index_of.get(name, -1))
-        if cache is None or step.save is None or self._awaits_proof(step):
+        if cache is None or self._awaits_proof(step):
             return
-        if cache.slice_bytes * step.save.num_chunks >= LAYERWISE_SAVE_BYTES:
+        job = step.save[cache.part]
+        if cache.slice_bytes * job.num_chunks >= LAYERWISE_SAVE_BYTES:
             del step.unsaved[cache.index]
-            self.client.submit_save(step.save, SAVE_LAYER, [cache], self.client.mover.mark())
+            self.client.submit_save(job, SAVE_LAYER, [cache], self.client.mover.mark())
 
     def _awaits_proof(self, step: Step) -> bool:
         """Return whether this step may still turn out to have computed from wrong pages.
 
         What it computed is then saved at its end, when that is known.
         """
-        if step.restore is not None:
-            step.unproven = step.restore.unproven(step.unproven)
-        return bool(step.unproven)
+        for part, job in step.restore.items():
+            step.unproven[part] = job.unproven(step.unproven.get(part, []))
+        return any(step.unproven.values())
 
     def _drop_save(self, step: Step) -> None:
         step.unsaved = {}
-        if step.save is not None:
-            self._drop(step.save, "restore_failed", "the restore of this step failed")
+        self._drop(step.save.values(), "restore_failed", "the restore of this step failed")
 
-    def _drop(self, job: Job, reason: str, told: str) -> None:
-        """Give up a save; reason is the label of its count."""
-        if job.number not in self._dropped and not job.finished:
-            self._dropped.add(job.number)
-            self.stats.add(f"saves_dropped:{reason}")
-        job.abandon(told)
+    def _drop(self, jobs: Iterable[Job], reason: str, told: str) -> None:
+        """Give up a step's save, or what of it is late; reason is the label of its count."""
+        for job in jobs:
+            if job.number not in self._dropped and not job.finished:
+                self._dropped.add(job.number)
+                self.stats.add(f"saves_dropped:{reason}")
+            job.abandon(told)
 
     def finish_step(self, meta: AdpMetadata) -> None:
-        """Save what is left of the step, as one request."""
+        """Save what is left of the step, as one request a part."""
         step = self._begin(meta)
-        if step.restore is not None and step.unfenced:
-            names = [self._caches[index].name for index in sorted(step.unfenced)]
-            step.restore.fail(slice(None), f"{names[0]} computed before its pages were fenced")
-            for index in list(step.unfenced):
+        if step.unfenced:
+            late = sorted(step.unfenced)
+            name = self._caches[late[0]].name
+            for job in step.restore.values():
+                job.fail(slice(None), f"{name} computed before its pages were fenced")
+            for index in late:
                 self._fence(step, index)
-            self._hooked -= {self._index_of[name] for name in names}
-        if step.restore is not None:
-            step.restore.wait_proven(step.unproven)
-            step.unproven = []
-            self._note_failure(step, step.restore)
-        if step.save is not None and step.unsaved:
-            rest = list(step.unsaved.values())
-            step.unsaved = {}
-            self.client.submit_save(step.save, SAVE_REST, rest, self.client.mover.mark())
+            self._hooked -= set(late)
+        for part, job in step.restore.items():
+            job.wait_proven(step.unproven.pop(part, []))
+            self._note_failure(step, job)
+        if step.unsaved:
+            self._save_rest(step)
+
+    def _save_rest(self, step: Step) -> None:
+        mark = self.client.mover.mark()
+        for part, job in step.save.items():
+            rest = [cache for cache in step.unsaved.values() if cache.part == part]
+            if rest:
+                self.client.submit_save(job, SAVE_REST, rest, mark)
+        step.unsaved = {}
 
     # Reports
 
@@ -359,28 +364,42 @@ class WorkerSide:
         A step in which nothing computes waits a moment here: vLLM spins through such steps,
         and the client's thread needs the interpreter and, on small machines, the core.
         """
-        unfinished = [restore.job for restore in self._async] or self._saves
+        unfinished = [job for restore in self._async for job, _ in restore.jobs]
+        unfinished = unfinished or [job for jobs in self._saves.values() for job in jobs]
         if idle and unfinished:
             unfinished[0].wait_finished(IDLE_WAIT_S)
         done: set[str] = set()
         failed: set[str] = set()
         waiting = []
         for restore in self._async:
-            if restore.job.expired:
-                restore.job.abandon("load_timeout_s has passed")
-            if not restore.job.finished:
+            for job, _ in restore.jobs:
+                if job.expired:
+                    job.abandon("load_timeout_s has passed")
+            if not restore.finished:
                 waiting.append(restore)
                 continue
             done |= restore.request_ids
-            self.stats.observe("restore_seconds", time.monotonic() - restore.job.began)
-            if restore.job.failed_chunks.any():
-                self.stats.add("restores_failed:async")
-                log.warning("an asynchronous restore failed: %s", restore.job.reason)
-                failed |= restore.request_ids
-                self._failed_blocks |= restore.job.failed_blocks
+            if restore.jobs:
+                began = min(job.began for job, _ in restore.jobs)
+                self.stats.observe("restore_seconds", time.monotonic() - began)
+            failed |= self._failed_requests(restore)
         self._async = waiting
         self._report.failed_requests |= failed
         return done, failed
+
+    def _failed_requests(self, restore: AsyncRestore) -> set[str]:
+        """Return whose asynchronous restore failed; note the blocks if vLLM wants those."""
+        failed = restore.failed_requests
+        if failed:
+            self.stats.add("restores_failed:async")
+            reasons = [job.reason for job, _ in restore.jobs if job.reason]
+            log.warning("an asynchronous restore failed: %s", reasons[0])
+            if not self._engine.undoable and not takes_failed_requests():
+                raise RestoreLostError("; ".join(dict.fromkeys(reasons)))
+        if self._engine.undoable:
+            for job, _ in restore.jobs:
+                self._failed_blocks |= job.failed_blocks
+        return failed
 
     def take_failed_blocks(self) -> set[int]:
         """Return blocks that were not restored, once."""
@@ -390,18 +409,16 @@ class WorkerSide:
     def take_report(self) -> AdpWorkerMetadata | None:
         """Return what the scheduler side needs to know, None if nothing new."""
         report, self._report = self._report, AdpWorkerMetadata()
-        pending = []
-        for job in self._saves:
-            if job.expired:
-                self._drop(job, "save_timeout_s", "save_timeout_s has passed")
-            if job.finished:
-                self._note_saved(job)
-                report.saved_steps[job.number] = 1
-                if job.abandoned:
-                    report.unsaved_steps.add(job.number)
-            else:
-                pending.append(job)
-        self._saves = pending
+        for step, jobs in list(self._saves.items()):
+            late = [job for job in jobs if job.expired]
+            self._drop(late, "save_timeout_s", "save_timeout_s has passed")
+            if not all(job.finished for job in jobs):
+                continue
+            del self._saves[step]
+            self._note_saved(step, jobs)
+            report.saved_steps[step] = 1
+            if any(job.abandoned for job in jobs):
+                report.unsaved_steps.add(step)
         meta = self._step.meta if self._step is not None else None
         if meta is not None and self._failed_step > meta.acknowledged_failure:
             report.failed_step = self._failed_step
@@ -429,13 +446,13 @@ class WorkerSide:
         self._client.again = True
         self._client.start()
 
-    def _note_saved(self, job: Job) -> None:
-        if job.number in self._dropped:
-            self._dropped.discard(job.number)
-        elif job.abandoned:
+    def _note_saved(self, step: int, jobs: list[Job]) -> None:
+        if step in self._dropped:
+            self._dropped.discard(step)
+        elif any(job.abandoned for job in jobs):
             self.stats.add("saves_dropped:transfer_failed")
-        else:
-            self.stats.observe("save_seconds", time.monotonic() - job.began)
+        elif jobs:
+            self.stats.observe("save_seconds", time.monotonic() - min(job.began for job in jobs))
 
     def take_stats(self) -> dict[str, dict[str, Any]] | None:
         """Return what was counted since the last call, None if nothing."""
@@ -451,3 +468,8 @@ class WorkerSide:
         """Stop the client; waits for copies in flight."""
         if self._client is not None:
             self._client.close()
+
+
+def _bytes_of(jobs: Iterable[Job]) -> int:
+    """Return the bytes that jobs move on this rank."""
+    return sum(job.num_chunks * cache.slice_bytes for job in jobs for cache in job.caches)

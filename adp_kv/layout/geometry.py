@@ -31,10 +31,12 @@ class CacheGeometry:
         block_stride_bytes: distance between two blocks' pages.
         page_bytes: bytes of one page; at most the stride.
         num_blocks: blocks of the pool.
-        blocks_per_chunk: pages of a slice.
+        blocks_per_chunk: pages of a slice: all blocks of a chunk, or its last ones where only
+            those are of use.
         slice_idx, num_slices: which slice of an object this rank holds.
         replica_idx, num_replicas: this rank among those that hold the same slice.
         layout: item type, shape and strides inside a page; part of the keys' namespace.
+        part: the KV cache group; its chunks are stored and committed by themselves.
     """
 
     index: int
@@ -49,6 +51,7 @@ class CacheGeometry:
     replica_idx: int = 0
     num_replicas: int = 1
     layout: str = ""
+    part: int = 0
 
     @property
     def slice_bytes(self) -> int:
@@ -199,6 +202,41 @@ def dense_pages(
     return Dense(
         page_bytes=split * inner * item_bytes, block_stride_bytes=split * strides[0] * item_bytes
     )
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One tensor of a cache: its address, and shape and strides in items."""
+
+    address: int
+    shape: Sequence[int]
+    strides: Sequence[int]
+    item_bytes: int
+
+
+def joined_pages(name: str, views: Sequence[View], num_blocks: int) -> tuple[int, Dense]:
+    """Find the pages of a cache that the engine sees as several tensors over one memory.
+
+    The parts of a recurrent state (convolution, then state) lie side by side in a page, and
+    padding follows, which is not part of it.
+
+    Returns:
+        The address of block 0's page, and its pages.
+
+    Raises:
+        ConfigError: A part is not contiguous, or they do not lie side by side.
+    """
+    ordered = sorted(views, key=lambda view: view.address)
+    parts = [dense_pages(name, v.shape, v.strides, v.item_bytes, num_blocks) for v in ordered]
+    end = ordered[0].address
+    for view, part in zip(ordered, parts, strict=True):
+        if view.address != end or part.block_stride_bytes != parts[0].block_stride_bytes:
+            raise ConfigError(f"{name}: the {len(views)} tensors of a page are not side by side")
+        end += part.page_bytes
+    total = end - ordered[0].address
+    if total > parts[0].block_stride_bytes:
+        raise ConfigError(f"{name}: blocks of {total} bytes overlap")
+    return ordered[0].address, Dense(total, parts[0].block_stride_bytes)
 
 
 def head_slices(

@@ -68,11 +68,15 @@ class LookupClient(ChannelLoop):
         self.call(lambda: self._send(ticket, packed))
         return ticket
 
-    def read_ahead(self, chunks: KeyArray) -> int:
-        """Tell the gateway what a waiting request will restore; return a number for forget()."""
+    def read_ahead(self, chunks: KeyArray, part: int) -> int:
+        """Tell the gateway what of a part a waiting request will restore.
+
+        Returns:
+            A number for forget().
+        """
         number = next(self._numbers)
         packed = pack_keys(chunks)
-        self.call(lambda: self.channel.send(Ahead(number, packed)))
+        self.call(lambda: self.channel.send(Ahead(number, packed, part)))
         return number
 
     def forget(self, number: int) -> None:

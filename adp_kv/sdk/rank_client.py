@@ -366,6 +366,6 @@ def _owned(
 def declare(caches: Sequence[CacheGeometry]) -> list[CacheDecl]:
     """Return what a rank tells the gateway about its caches."""
     return [
-        CacheDecl(c.index, c.name, c.slice_bytes, c.slice_idx, c.num_slices, c.layout)
+        CacheDecl(c.index, c.name, c.slice_bytes, c.slice_idx, c.num_slices, c.layout, c.part)
         for c in caches
     ]

@@ -2,11 +2,13 @@
 
     namespace key  = blake2b-128 of the namespace facts (see Namespace digest, docs/keys.md)
     chunk key      = blake2b-128(vLLM block hash of the chunk's last block, keyed by namespace)
+    chunk key of a part (a KV cache group of a hybrid model)
+                   = chunk key  XOR  salt("part", part), part 0 as it is
     object key     = chunk key  XOR  salt("object", cache_idx)
     fragment key   = object key XOR  salt("fragment", fragment_idx)
     commit key     = chunk key  XOR  salt("commit")
 
-A chunk key behaves like 128 random bits. Two different (chunk, cache, fragment)
+A chunk key behaves like 128 random bits. Two different (chunk, part, cache, fragment)
 collide only if the XOR of two chunk keys equals the XOR of two fixed salts:
 probability 2^-128 a pair, so among n stored keys at most n^2 / 2^129. For 2^33
 keys (a petabyte of 128 KiB fragments) that is 2^-63.
@@ -61,6 +63,11 @@ def chunk_keys(namespace: bytes, block_hashes: Sequence[bytes]) -> KeyArray:
         for h in block_hashes
     )
     return np.frombuffer(digests, dtype="<u8").reshape(-1, KEY_WORDS)
+
+
+def part_keys(chunks: KeyArray, part: int) -> KeyArray:
+    """Return the keys under which one part of an engine's caches stores chunks: uint64 [n, 2]."""
+    return chunks ^ _salts("part", (part,)) if part else chunks
 
 
 def object_keys(chunks: KeyArray, cache_indices: Sequence[int]) -> KeyArray:

@@ -27,7 +27,7 @@ from typing import TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 DEFAULT_PORT = 5557
 NO_SLOT = 0xFFFFFFFF
 """In Granted.slots of a put: nothing to fill, the object is stored or not wanted."""
@@ -43,6 +43,7 @@ class CacheDecl(msgspec.Struct, frozen=True, array_like=True):
         slice_idx: which slice of the object this rank holds.
         num_slices: distinct slices of an object (1 for replicated caches).
         layout: item type, shape and strides inside a page: what its bytes mean.
+        part: caches with the same number have their chunks stored and committed together.
     """
 
     index: int
@@ -51,6 +52,7 @@ class CacheDecl(msgspec.Struct, frozen=True, array_like=True):
     slice_idx: int
     num_slices: int
     layout: str = ""
+    part: int = 0
 
     @property
     def object_bytes(self) -> int:
@@ -135,10 +137,12 @@ class Ahead(_Message, frozen=True, tag="ahead"):
     Attributes:
         request: a number of the scheduler side's, unique among its unfinished ones.
         chunks: packed chunk keys, in the order in which a Get will name them.
+        part: whose caches will be asked for them.
     """
 
     request: int
     chunks: bytes
+    part: int
 
 
 class Forget(_Message, frozen=True, tag="forget"):
@@ -176,8 +180,8 @@ class Put(_Message, frozen=True, tag="put"):
     """Store the objects of caches x chunks; fields as in Get.
 
     Attributes:
-        job: puts of one job have the same chunks and together every cache of the
-            engine; a chunk is committed when its job has stored all of them.
+        job: puts of one job and part have the same chunks and together every cache of
+            the part; a chunk is committed when its job has stored all of them.
     """
 
     seq: int

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from adp_kv.wire.keys import object_keys, unpack_keys, whole_keys
 from tests.support.engine import Engine
 from tests.support.faulty_gateway import FAULT_FILE
 from tests.support.gateways import Gateway
@@ -121,6 +122,17 @@ class Deployment:
                     file.seek(offset + 64)
                     changed += file.write(b"\xa5" * 8)
         return changed
+
+    def lose_object(self, chunk: str, cache: int) -> None:
+        """Let the card not find one object of a chunk any more, until inject().
+
+        Args:
+            chunk: its key in hex (worker_extension.adp_saved).
+            cache: index of the cache.
+        """
+        (key,) = whole_keys(object_keys(unpack_keys(bytes.fromhex(chunk)), [cache]))
+        before = self._fault_file.read_text() if self._fault_file.exists() else ""
+        self.inject(f"{before}lose {key.tobytes().hex()}\n")
 
     def kill9(self, *others: Engine | Server) -> None:
         """Kill the gateway and what is given, the gateway first."""

@@ -92,8 +92,10 @@ class Session:
         del request
         core = self.llm.llm_engine.engine_core.engine_core
         blocks = core.scheduler.kv_cache_manager.block_pool.blocks
+        # The last four bytes of such a hash are the number of the block's group.
         cached = {b.block_hash.hex(): b.block_id for b in blocks if b.block_hash is not None}
-        ((*digests,),) = self.llm.collective_rpc("adp_page_digests", args=(list(cached.values()),))
+        owned = [(block, int(key[-8:], 16)) for key, block in cached.items()]
+        ((*digests,),) = self.llm.collective_rpc("adp_page_digests", args=(owned,))
         return {"pages": dict(zip(cached, digests, strict=True))}
 
     def config(self, request: dict[str, Any]) -> dict[str, Any]:

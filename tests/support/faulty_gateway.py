@@ -5,6 +5,7 @@ environment names a file; what stands in it when a batch is submitted is in forc
 
     write 2.5     writes are answered 2.5 s late (exist, read, delete likewise)
     read error    no read succeeds
+    lose 0123...  the key (32 hex digits) is not found by reads
     (empty)       the card works
 """
 
@@ -13,11 +14,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 import gateway.__main__ as program
+from adp_kv.wire.keys import KeyArray, unpack_keys
 from gateway.cards.base import Batch, Card, Op, Status
 from gateway.cards.faulty import Fault, FaultyCard
 from gateway.cards.registry import create_card
@@ -26,12 +31,20 @@ FAULT_FILE = "ADP_TEST_FAULT_FILE"
 _OPS = {op.name.lower(): frozenset({op}) for op in Op}
 
 
+def _is_key(key: NDArray[np.uint64], keys: KeyArray) -> NDArray[np.bool_]:
+    return np.asarray((keys == key).all(axis=1))
+
+
 def parse(text: str) -> list[Fault]:
     """Return the faults that a file's text asks for."""
     faults = []
     for line in text.splitlines():
         op, what = line.split()
-        if what == "error":
+        if op == "lose":
+            lost = unpack_keys(bytes.fromhex(what))[0]
+            when = partial(_is_key, lost)
+            faults.append(Fault(Status.ABSENT, ops=_OPS["read"], when=when))
+        elif what == "error":
             faults.append(Fault(Status.IO_ERROR, ops=_OPS[op]))
         else:
             faults.append(Fault(ops=_OPS[op], delay_s=float(what)))

@@ -112,7 +112,7 @@ def _chunk_keys(setup):
     patches = {"FORMAT_VERSION": view.FORMAT_VERSION} | setup.patches
     with mock.patch.multiple(view, **patches):
         engine = view.view_engine(config, cache_config, settings)
-    client = Asked(_geometry(setup, config, engine, view))
+    client = Asked(_geometry(setup, config, engine))
     with mock.patch.object(scheduler_side, "LookupClient", client):
         side = scheduler_side.SchedulerSide(engine, settings, digest(engine.facts))
     side.on_new_request(_request(setup, engine, hash_fn, kv_cache_utils))
@@ -161,10 +161,12 @@ def hellos(setup):
     config = _vllm_config(setup)
     settings = ConnectorSettings(**setup.settings)
     engine = view.view_engine(config, _cache_config(setup, config), settings)
-    return _hellos(setup, config, engine, view)
+    return _hellos(setup, config, engine)
 
 
-def _hellos(setup, config, engine, view):
+def _hellos(setup, config, engine):
+    from adp_kv.connector.vllm_caches import view_caches
+
     parallel = config.parallel_config
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     order = {"NHD": (0, 1, 2, 3), "HND": (0, 2, 1, 3)}[setup.layout]
@@ -176,7 +178,7 @@ def _hellos(setup, config, engine, view):
         shape = (NUM_BLOCKS, spec.block_size, spec.num_kv_heads, 2 * spec.head_size)
         stored = torch.zeros([shape[i] for i in order], dtype=spec.dtype)
         tensors = dict.fromkeys(group.layer_names, stored.permute(order))  # its own inverse
-        caches = view.view_caches(tensors, config, cache_config, engine, rank % tp)
+        caches = view_caches(tensors, config, cache_config, engine.parts, rank % tp)
         said.append(
             Hello(
                 version=PROTOCOL_VERSION,
@@ -192,10 +194,10 @@ def _hellos(setup, config, engine, view):
     return said
 
 
-def _geometry(setup, config, engine, view):
+def _geometry(setup, config, engine):
     """Return what the gateway tells: its digest of all ranks' caches."""
     session = Session(engine.engine_id, engine.world_size, digest(engine.facts))
-    for hello in _hellos(setup, config, engine, view):
+    for hello in _hellos(setup, config, engine):
         session.join(bytes([hello.rank]), hello, 0.0)
     session.settle()
     return session.geometry()

@@ -35,23 +35,39 @@ def _client() -> Any:
     return get_kv_transfer_group().worker.client
 
 
+def _parts(kind: str | None) -> set[int]:
+    """Return the parts of a kind, all for None."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    found = set()
+    for part in get_kv_transfer_group().worker._engine.parts:
+        window = "state" if part.recurrent else "window"
+        if kind in {None, "full" if part.kept_tokens is None else window}:
+            found.add(part.index)
+    return found
+
+
 class WorkerExtension:
     """Mixed into every worker; names start with adp_ so that none of vLLM's is hidden."""
 
-    def adp_zero_restores(self, on: bool) -> None:
+    def adp_zero_restores(self, on: bool, kind: str | None = None) -> None:
         """From now on (or no longer) put zeros where restored bytes belong.
 
         The negative control of every restore test: tokens must change.
+
+        Args:
+            on: whether to.
+            kind: only in parts that are "full", "window" or "state"; None: in all.
         """
         client = _client()
         client.__dict__.pop("_slices", None)
         if not on:
             return
-        original = client._slices
+        original, chosen = client._slices, _parts(kind)
 
         def slices(transfer: Any, *picked: Any) -> Any:
             copy = original(transfer, *picked)
-            if not transfer.is_put:
+            if not transfer.is_put and transfer.stack.caches[0].part in chosen:
                 for address in copy.slice_addrs.tolist():
                     ctypes.memset(address, 0, copy.slice_bytes)
             return copy
@@ -93,6 +109,34 @@ class WorkerExtension:
         if what != "well":
             client._slices = slices
 
+    def adp_note_saves(self) -> None:
+        """From now on keep which chunks are saved, for adp_saved()."""
+        client = _client()
+        client.__dict__.pop("submit_save", None)
+        submit = client.submit_save
+        client.adp_saved = []
+
+        def submit_save(job: Any, kind: int, caches: list[Any], mark: Any) -> None:
+            chunks = [key.tobytes().hex() for key in job.chunks]
+            client.adp_saved += [(caches[0].part, [c.index for c in caches], chunks)]
+            submit(job, kind, caches, mark)
+
+        client.submit_save = submit_save
+
+    def adp_saved(self) -> list[tuple[int, list[int], list[str]]]:
+        """Return part, cache indices and chunk keys of each save since adp_note_saves()."""
+        return list(_client().adp_saved)
+
+    def adp_takes_failed_requests(self) -> bool:
+        """Return whether vLLM is told of failed restores by request."""
+        from adp_kv.connector.vllm_view import takes_failed_requests
+
+        return takes_failed_requests()
+
+    def adp_parts(self) -> dict[str, list[int]]:
+        """Return the numbers of the parts by kind."""
+        return {kind: sorted(_parts(kind)) for kind in ("full", "window", "state")}
+
     def adp_slow(self, milliseconds: float) -> None:
         """Hold up the compute stream before every restore's mark and every layer.
 
@@ -119,11 +163,17 @@ class WorkerExtension:
 
         worker.start_load, worker.wait_layer = slow_start_load, slow_wait_layer
 
-    def adp_page_digests(self, blocks: list[int]) -> list[str]:
-        """Return a digest of each block's pages, over all caches of this rank."""
-        digests = [blake2b(digest_size=16) for _ in blocks]
+    def adp_page_digests(self, owned: list[tuple[int, int]]) -> list[str]:
+        """Return a digest of each block's pages, over the caches of its group on this rank.
+
+        Args:
+            owned: blocks and their groups; other groups' caches may lie over the same bytes.
+        """
+        digests = [blake2b(digest_size=16) for _ in owned]
         for cache in _client().caches.values():
-            for block, digest in zip(blocks, digests, strict=True):
+            for (block, group), digest in zip(owned, digests, strict=True):
+                if group != cache.part:
+                    continue
                 address = cache.base_address + block * cache.block_stride_bytes
                 digest.update(_bytes_at(address, cache.page_bytes))
         return [digest.hexdigest() for digest in digests]

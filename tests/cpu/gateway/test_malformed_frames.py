@@ -28,7 +28,7 @@ VALID = [
         Hello(1, "x", "another", 0, 2, bytes(16), [], 1),
         Attached(3),
         Lookup(1, bytes(32)),
-        Ahead(1, bytes(32)),
+        Ahead(1, bytes(32), 0),
         Forget(1),
         Get(5, [0, 1], bytes(32)),
         Put(6, 2, [0], bytes(32)),
@@ -59,7 +59,7 @@ def meaningless(rng, _valid):
         Put(numbers[0], numbers[1], caches, keys),
         Release(numbers[0], numbers[1], ok=rng.random() < 0.5),
         Lookup(numbers[0], keys),
-        Ahead(numbers[0], keys),
+        Ahead(numbers[0], keys, numbers[1] % 3),
         Forget(numbers[0]),
         Attached(numbers[0]),
     ]

@@ -26,7 +26,7 @@ class Rig:
         store([self.rank], chunks)
 
     def ahead(self, chunks, number=1):
-        self.scheduler.send(Ahead(number, pack_keys(chunks)))
+        self.scheduler.send(Ahead(number, pack_keys(chunks), 0))
 
     def wait(self, name, value):
         wait_until(lambda: self.count(name) == value, 5, f"{name} = {value}: {self.stats()}")
@@ -274,9 +274,9 @@ def test_zero_bytes_read_nothing_ahead(make):
 
 def test_only_the_scheduler_side_may_wish(make):
     rig = make()
-    rig.rank.send(Ahead(1, pack_keys(CHUNKS)))
-    rig.scheduler.send(Ahead(2, b""))
-    rig.scheduler.send(Ahead(3, b"cut"))
+    rig.rank.send(Ahead(1, pack_keys(CHUNKS), 0))
+    rig.scheduler.send(Ahead(2, b"", 0))
+    rig.scheduler.send(Ahead(3, b"cut", 0))
     rig.wait("bad_messages", 3)
     assert rig.count("ahead_wishes") == 0
 

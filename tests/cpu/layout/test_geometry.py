@@ -11,8 +11,10 @@ from adp_kv.errors import ConfigError, TransferError
 from adp_kv.layout.geometry import (
     CacheGeometry,
     CacheStack,
+    View,
     dense_pages,
     head_slices,
+    joined_pages,
     layer_indices,
 )
 
@@ -250,3 +252,42 @@ def test_one_chunk_is_stored_by_all_ranks_in_turn(num_ranks):
     ]
     assert max(stored) - min(stored) <= 2
     assert sum(stored) == len(caches)
+
+
+def state(**changes):
+    """Convolution and state of a page side by side, padded to 1024 bytes: 10 blocks."""
+    conv = {"address": 4096, "shape": (10, 3, 32), "strides": (512, 32, 1), "item_bytes": 2}
+    ssm = {"address": 4288, "shape": (10, 4, 16), "strides": (256, 16, 1), "item_bytes": 4}
+    return [View(**(conv | changes)), View(**ssm)]
+
+
+def test_tensors_of_a_state_are_one_page_without_its_padding():
+    for views in (state(), state()[::-1]):
+        address, pages = joined_pages("s", views, 10)
+        assert address == 4096
+        assert (pages.page_bytes, pages.block_stride_bytes) == (192 + 256, 1024)
+
+
+def test_one_tensor_is_joined_to_itself():
+    alone = dense_pages("s", (10, 3, 32), (512, 32, 1), 2, 10)
+    assert joined_pages("s", state()[:1], 10) == (4096, alone)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"address": 4032}, "not side by side"),
+        ({"strides": (256, 32, 1)}, "not side by side"),
+        ({"shape": (10, 2, 32)}, "not side by side"),
+        ({"strides": (512, 64, 1)}, "not contiguous"),
+    ],
+)
+def test_tensors_of_a_state_that_lie_otherwise_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        joined_pages("s", state(**changes), 10)
+
+
+def test_state_larger_than_its_stride_is_refused():
+    views = [View(4096, (10, 32), (64, 1), 2), View(4096 + 64, (10, 65), (128, 1), 1)]
+    with pytest.raises(ConfigError, match="overlap"):
+        joined_pages("s", views, 10)

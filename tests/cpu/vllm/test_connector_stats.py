@@ -125,7 +125,7 @@ def test_what_the_sides_count_is_in_the_table():
     known = {m.name: m for m in ENGINE_METRICS}
     text = "".join(
         (REPO / "adp_kv" / name).read_text()
-        for name in ("connector/scheduler.py", "connector/worker.py")
+        for name in ("connector/scheduler.py", "connector/saves.py", "connector/worker.py")
     )
     used = re.findall(r'stats\.(add|observe|show)\(\s*f?"([^"]+)"', text)
     used += [("add", name) for name in re.findall(r'_count\("(\w+)"', _client())]

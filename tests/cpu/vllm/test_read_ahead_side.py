@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from adp_kv.layout.parts import Part
+from adp_kv.wire.keys import part_keys
 from tests.support.deployment import Deployment, prompt
 from tests.support.engine import Engine
 
@@ -21,7 +23,8 @@ class Client:
     def __init__(self):
         self.said = []
 
-    def read_ahead(self, chunks):
+    def read_ahead(self, chunks, part):
+        assert part == 0
         self.said.append(chunks[:, 0].tolist())
         return len(self.said)
 
@@ -45,7 +48,9 @@ def side():
     with warnings.catch_warnings():  # vLLM's and torch's own
         warnings.simplefilter("ignore")
         module = importlib.import_module("adp_kv.connector.read_ahead")
-    engine = SimpleNamespace(chunk_tokens=64, block_tokens=32, hash_tokens=32)
+    engine = SimpleNamespace(
+        chunk_tokens=64, hash_tokens=32, parts=(Part(0, 32, 2),), undoable=True
+    )
     return module.ReadAheadSide(Client(), engine)
 
 
@@ -67,6 +72,26 @@ def ask(side, name="r"):
 def test_what_the_gpu_lacks_is_told(side, num_cached, hit_tokens, chunks):
     side.tell(request_of(), KEYS, hit_tokens, Pool(num_cached))
     assert side._client.said == ([chunks] if chunks else [])
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_each_part_is_told_what_it_needs(side, local):
+    """Attention from its local hit on, a window the last chunk, a state the one at the end."""
+    side._engine.parts = (Part(0, 32, 2), Part(1, 32, 2, 31), Part(2, 64, 1, 1, recurrent=True))
+    side._engine.undoable = False
+    told = []
+    side._client.read_ahead = lambda chunks, part: told.append((part, chunks.tolist()))
+    cached = {(i, 0) for i in range(4)} | {(1, 1), (1, 2)} if local else set()
+    pool = SimpleNamespace(
+        get_cached_block=lambda key, groups: ["b"] if (key, groups[0]) in cached else None
+    )
+    side.tell(request_of(), KEYS, 4 * 64, pool)
+    first = 1 if local else 0
+    assert told == [
+        (0, KEYS[first:4].tolist()),
+        (1, part_keys(KEYS[3:4], 1).tolist()),
+        (2, part_keys(KEYS[3:4], 2).tolist()),
+    ]
 
 
 def test_pool_that_can_not_be_asked_has_nothing(side):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.support import tiny_models
 from tests.support.deployment import Deployment, off_lines, prompt
 from tests.support.engine import Engine
 from tests.support.process import ChildError, free_port, wait_until
@@ -83,15 +82,7 @@ def test_wrong_setting_is_named(engine, settings, message):
         engine.start("llama", absent(**settings))
 
 
-def test_hybrid_model_is_refused(engine):
-    """Sliding-window layers beside full ones: two cache groups."""
-    config = tiny_models.load("llama").config | {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 128,
-        "query_pre_attn_scalar": 64,
-    }
-    folder = tiny_models.random_weights(config)
-    with pytest.raises(ChildError, match=r"2 KV cache groups .*: hybrid models are not available"):
-        engine.start(folder, absent(), block_size=32, dtype="float32")
+def test_layerwise_restores_of_recurrent_states_are_refused(engine):
+    """vLLM copies a state before any layer could wait for it."""
+    with pytest.raises(ChildError, match="load_mode = layerwise with recurrent states"):
+        engine.start("granite_hybrid", absent(load_mode="layerwise"))

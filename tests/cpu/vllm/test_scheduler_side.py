@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from adp_kv.config import ConnectorSettings
+from adp_kv.layout.parts import Part
 from adp_kv.sdk.lookup import LookupTicket
 
 pytestmark = pytest.mark.vllm
@@ -75,8 +76,7 @@ def side(monkeypatch, module):
     engine = module.EngineView(
         engine_id="e",
         world_size=1,
-        tp_size=1,
-        block_tokens=32,
+        parts=(Part(0, 32, CHUNK // 32),),
         hash_tokens=32,
         chunk_tokens=CHUNK,
         address="tcp://127.0.0.1:1",
@@ -115,19 +115,19 @@ def test_chunk_filled_by_the_last_token_is_pinned_before_its_blocks_are_freed(si
     request = request_of(CHUNK - 1, 0)
     side.on_new_request(request)
     new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=([3, 4],))
-    assert side.build_meta(output_of([new], {"r": CHUNK - 1})).save is None
+    assert side.build_meta(output_of([new], {"r": CHUNK - 1})).save == []
     request = request_of(CHUNK + 1, CHUNK)
     side._states["r"].request = request  # it has grown
-    side.on_finished(request)
+    side.on_finished(request, ([3, 4],))
     # Here vLLM frees the request's blocks, and gives them away in its next step.
-    pinned = [block.block_id for block in side._pool.blocks if block.ref_cnt]
+    pinned = [block.block_id for block in side.saves.pool.blocks if block.ref_cnt]
     assert pinned == [3, 4]
-    save = side.build_meta(output_of()).save
+    (save,) = side.build_meta(output_of()).save
     assert save.blocks.tolist() == [[3, 4]]
-    assert [block.ref_cnt for block in side._pool.blocks[3:5]] == [1, 1]
+    assert [block.ref_cnt for block in side.saves.pool.blocks[3:5]] == [1, 1]
     report = module.AdpWorkerMetadata(saved_steps={2: 1})
     side.on_output(SimpleNamespace(kv_connector_worker_meta=report))
-    assert not any(block.ref_cnt for block in side._pool.blocks)
+    assert not any(block.ref_cnt for block in side.saves.pool.blocks)
     assert not side.has_pending_saves
 
 
@@ -138,8 +138,8 @@ def test_hashes_that_would_not_repeat_store_nothing(side, module, monkeypatch, c
         side.on_new_request(request)
         assert side.matched(request, 0) == (0, False)
         new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=([3, 4],))
-        assert side.build_meta(output_of([new], {"r": CHUNK})).save is None
-        side.on_finished(request)
+        assert side.build_meta(output_of([new], {"r": CHUNK})).save == []
+        side.on_finished(request, ([3, 4],))
     (record,) = caplog.records
     assert "turned off" in record.message
     assert "PYTHONHASHSEED=0" in record.message
@@ -179,11 +179,11 @@ def test_saves_wait_until_a_failed_restore_is_known(side, module):
 def test_request_that_ended_badly_saves_nothing_more(side, status):
     request = request_of(CHUNK + 1, CHUNK)
     side.on_new_request(request)
-    side._states["r"].blocks = [3, 4]
+    side._states["r"].tables = [[3, 4]]
     request.status = SimpleNamespace(name=status)
-    side.on_finished(request)
-    assert side.build_meta(output_of()).save is None
-    assert not any(block.ref_cnt for block in side._pool.blocks)
+    side.on_finished(request, ([3, 4],))
+    assert side.build_meta(output_of()).save == []
+    assert not any(block.ref_cnt for block in side.saves.pool.blocks)
 
 
 @pytest.mark.parametrize("how", ["layerwise", "async"])
@@ -193,10 +193,11 @@ def test_chunk_whose_restore_failed_is_stored_again(side, module, how):
     side._states["r"].lookup = LookupTicket(1, 0.0, stored=np.array([True]))
     side.matched(request, 0)  # now the scheduler side believes that the chunk is stored
     new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=([3, 4],))
-    assert side.build_meta(output_of([new], {"r": CHUNK})).save is None
+    assert side.build_meta(output_of([new], {"r": CHUNK})).save == []
     report = {"layerwise": {"failed_step": 1}, "async": {"failed_requests": {"r"}}}[how]
     side.on_output(SimpleNamespace(kv_connector_worker_meta=module.AdpWorkerMetadata(**report)))
-    assert side.build_meta(output_of([new], {"r": CHUNK})).save.blocks.tolist() == [[3, 4]]
+    (save,) = side.build_meta(output_of([new], {"r": CHUNK})).save
+    assert save.blocks.tolist() == [[3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,7 @@ def test_lookups_follow_a_restarted_gateway_and_forget_the_last_one(side, monkey
     assert side.client.again
     assert not side.off
     assert side._states["r"].lookup is None
-    assert not side._known
+    assert not side.saves._known
     side.client.welcome = None
     assert side.matched(request, 0) == (0, False), "nobody waits for a gateway that was gone"
     side.client.ended = side.client.off = True

@@ -37,7 +37,8 @@ def vllm():
         warnings.simplefilter("ignore")
         view = importlib.import_module("adp_kv.connector.vllm_view")
         specs = importlib.import_module("vllm.v1.kv_cache_interface")
-    return SimpleNamespace(view=view, specs=specs)
+    caches = importlib.import_module("adp_kv.connector.vllm_caches")
+    return SimpleNamespace(view=view, caches=caches, specs=specs)
 
 
 def spec_of(vllm, name, latent):
@@ -107,7 +108,9 @@ def test_layer_has_two_replicated_caches_of_their_own_size(vllm, register, laten
     settings = ConnectorSettings(gateway=f"tcp://127.0.0.1:{free_port()}")
     engine = vllm.view.view_engine(config, groups, settings)
     tensors = register(latent)
-    ranks = [vllm.view.view_caches(tensors, config, groups, engine, rank) for rank in range(2)]
+    ranks = [
+        vllm.caches.view_caches(tensors, config, groups, engine.parts, rank) for rank in range(2)
+    ]
     dtype, width = LATENT[latent]
     for rank, caches in enumerate(ranks):
         assert [cache.index for cache in caches] == [0, 1, 8, 9, 16, 17]
@@ -134,11 +137,11 @@ def test_pages_of_both_sizes_are_addressed_in_one_put(vllm):
     config, groups = configs(vllm, "fp8")
     engine = vllm.view.view_engine(config, groups, ConnectorSettings())
     tensors = tensors_of_0_32("fp8")
-    caches = vllm.view.view_caches(tensors, config, groups, engine, 0)
+    caches = vllm.caches.view_caches(tensors, config, groups, engine.parts, 0)
     stack = CacheStack(caches)
     assert stack.shape_ids.tolist() == [0, 1] * LAYERS
     positions = np.arange(len(caches))
-    blocks = np.full((len(caches), engine.blocks_per_chunk), 7)
+    blocks = np.full((len(caches), engine.parts[0].pages), 7)
     pages = stack.page_addresses(positions, blocks, -1)
     for cache, row in zip(caches, pages, strict=True):
         assert (row == tensors[cache.name][7].data_ptr()).all()

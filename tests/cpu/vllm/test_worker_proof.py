@@ -64,7 +64,7 @@ def worker_module():
 @pytest.fixture
 def side():
     module = worker_module()
-    side = module.WorkerSide(SimpleNamespace(), ConnectorSettings(), b"n" * 16)
+    side = module.WorkerSide(SimpleNamespace(undoable=True), ConnectorSettings(), b"n" * 16)
     side._client = Client()
     names = {0: "l.0.attn", 1: "l.0.indexer", 8: "l.1.attn", 9: "l.1.indexer"}
     side._caches = {
@@ -78,9 +78,9 @@ def side():
 
 def meta_of():
     module = worker_module()
-    restore = module.Chunks(np.zeros((1, 2), np.uint64), np.array([[3]]), ["r"])
-    save = module.Chunks(np.ones((1, 2), np.uint64), np.array([[4]]), ["r"])
-    return module.AdpMetadata(step=6, restore=restore, save=save)
+    restore = module.Chunks(0, np.zeros((1, 2), np.uint64), np.array([[3]]), ["r"])
+    save = module.Chunks(0, np.ones((1, 2), np.uint64), np.array([[4]]), ["r"])
+    return module.AdpMetadata(step=6, restore=[restore], save=[save])
 
 
 def compute(side, meta):
@@ -129,7 +129,7 @@ def test_bytes_found_wrong_at_the_end_of_the_step_fail_the_load(side):
     side.finish_step(meta)
     assert side.take_failed_blocks() == {3}
     assert not side.client.saves
-    assert all(job.abandoned for job in side._saves)
+    assert all(job.abandoned for jobs in side._saves.values() for job in jobs)
     assert side.take_report().failed_step == 6
 
 

@@ -35,8 +35,8 @@ def test_saves_wait_until_the_scheduler_knows_of_a_failed_restore(acknowledged, 
     side._client = Client()
     side._caches = {0: CacheGeometry(0, "l.0", 0, 64, 64, 8, 1)}
     side._failed_step = 5
-    chunks = module.Chunks(np.zeros((1, 2), np.uint64), np.array([[3]]), ["r"])
-    side.finish_step(module.AdpMetadata(step=6, acknowledged_failure=acknowledged, save=chunks))
+    chunks = module.Chunks(0, np.zeros((1, 2), np.uint64), np.array([[3]]), ["r"])
+    side.finish_step(module.AdpMetadata(step=6, acknowledged_failure=acknowledged, save=[chunks]))
     assert bool(side._client.saves) is saved
-    (job,) = side._saves
+    ((job,),) = side._saves.values()
     assert job.abandoned is not saved

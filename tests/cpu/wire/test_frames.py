@@ -21,7 +21,7 @@ TO_GATEWAY = [
     m.Hello(1, "0.1", "engine", 3, 8, bytes(16), [CACHE, CACHE], 77),
     m.Attached(1 << 63),
     m.Lookup(7, bytes(range(32))),
-    m.Ahead(8, bytes(range(32))),
+    m.Ahead(8, bytes(range(32)), 0),
     m.Forget(8),
     m.Get(1 << 40, [0, 8, 16], bytes(48)),
     m.Put(2, 3, [1], bytes(16)),

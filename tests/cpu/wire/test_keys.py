@@ -12,6 +12,7 @@ from adp_kv.wire.keys import (
     fragment_keys,
     object_keys,
     pack_keys,
+    part_keys,
     unpack_keys,
 )
 
@@ -88,3 +89,17 @@ def test_packed_keys_come_back():
 def test_cut_keys_are_refused(length):
     with pytest.raises(WireError, match="multiple of 16"):
         unpack_keys(bytes(length))
+
+
+def test_parts_never_share_a_key():
+    keys = [hexes(part_keys(CHUNKS, part)) for part in range(64)]
+    assert keys[0] == hexes(CHUNKS), "the first part's keys are the chunks' own"
+    assert len({key for part in keys for key in part}) == 64 * len(HASHES)
+    commits = [hexes(commit_keys(part_keys(CHUNKS, part))) for part in range(64)]
+    objects = [hexes(object_keys(part_keys(CHUNKS, part), range(64))) for part in range(64)]
+    everything = [key for group in keys + commits + objects for key in group]
+    assert len(set(everything)) == len(everything)
+
+
+def test_part_keys_are_those_of_the_format():
+    assert hexes(part_keys(CHUNKS[:1], 1)) == ["d80ef066ce108cb0037b8f33b05ca57c"]

@@ -1,0 +1,84 @@
+"""What the scheduler side knows of one request, and the chunks it picks for a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from adp_kv.connector.metadata import Chunks
+from adp_kv.sdk.lookup import LookupTicket
+from adp_kv.wire.keys import KeyArray
+
+
+@dataclass(slots=True)
+class RequestState:
+    """What the scheduler side knows of one request.
+
+    Attributes:
+        ready_by: until then a gateway that is still being joined is waited for.
+        next_chunk: of each part, the first chunk not yet considered for saving.
+        keys: uint64 [n, 2] of the chunks hashed so far, those of part 0.
+        tables: of each part, block ids in order, as the workers know them; what vLLM has
+            given up since is still in them.
+        hit_end: where the stored prefix ends, in tokens, as last told to vLLM.
+        failed: a restore of it failed; it is not offered another.
+    """
+
+    request: Any
+    ready_by: float
+    next_chunk: list[int]
+    namespace: bytes | None = None
+    keys: KeyArray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.uint64))
+    tables: list[list[int]] = field(default_factory=list)
+    lookup: LookupTicket | None = None
+    hit_end: int = 0
+    failed: bool = False
+
+    def follow_tables(self, new_blocks: Sequence[Sequence[int]], *, from_start: bool) -> None:
+        """Take in the blocks of a step: all of each table, or what was added to it."""
+        if from_start:
+            self.tables = [list(blocks) for blocks in new_blocks]
+            return
+        for table, blocks in zip(self.tables, new_blocks, strict=True):
+            table.extend(blocks)
+
+
+@dataclass(slots=True)
+class _PartSelection:
+    keys: list[KeyArray] = field(default_factory=list)
+    blocks: list[list[int]] = field(default_factory=list)
+    request_ids: list[str] = field(default_factory=list)
+
+
+class Selection:
+    """Chunks picked for one step: keys, block ids and owners, by part."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, _PartSelection] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, part: int, key: KeyArray, blocks: list[int], request_id: str) -> None:
+        """Add one chunk."""
+        chosen = self._parts.setdefault(part, _PartSelection())
+        chosen.keys.append(key)
+        chosen.blocks.append(blocks)
+        chosen.request_ids.append(request_id)
+
+    def take(self) -> list[Chunks]:
+        """Return what was added, by part, and start anew."""
+        taken = [
+            Chunks(
+                part=part,
+                keys=np.stack(chosen.keys),
+                blocks=np.array(chosen.blocks, dtype=np.int64),
+                request_ids=chosen.request_ids,
+            )
+            for part, chosen in sorted(self._parts.items())
+        ]
+        self._parts = {}
+        return taken

@@ -1,0 +1,207 @@
+"""What a step saves: chunks picked by part, and the pins on their blocks until they are copied.
+
+    attention   every chunk whose tokens are all computed and known
+    window      the same, if its last blocks are still there
+    state       what vLLM says this step leaves (0.29), or what it leaves at its end (0.25)
+
+Threads: vLLM's scheduler. Failure scope: a save that some rank gives up is forgotten, so that
+a later request stores the chunk.
+
+Pins: a block that a save reads is touched in vLLM's block pool from its selection until
+every rank has copied it, so neither the end of its request nor preemption can give it away.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adp_kv.connector.metadata import Chunks
+from adp_kv.connector.request_state import RequestState, Selection
+from adp_kv.connector.vllm_caches import NULL_BLOCK
+from adp_kv.connector.vllm_view import EngineView, offered_states, tables_now
+from adp_kv.layout.parts import Part
+from adp_kv.metrics import Recorder
+from adp_kv.wire.keys import part_keys
+
+MAX_KNOWN_CHUNKS = 1 << 20
+
+
+@dataclass(slots=True)
+class Pin:
+    """Blocks of one step's save that must not be given away."""
+
+    blocks: list[Any]
+    keys: list[bytes]
+    ranks_left: int
+
+
+class SaveSide:
+    """Picks and pins.
+
+    Args:
+        engine: facts of the engine.
+        stats: of the scheduler side.
+        hash_request: extends a request's keys to all block hashes it has.
+
+    Attributes:
+        pool: vLLM's block pool, once it is bound.
+    """
+
+    def __init__(
+        self, engine: EngineView, stats: Recorder, hash_request: Callable[[RequestState], None]
+    ) -> None:
+        self.pool: Any = None
+        self._engine = engine
+        self._stats = stats
+        self._hash = hash_request
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._picked = Selection()
+        self._pins: dict[int, Pin] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether the engine should keep stepping until blocks are given back."""
+        return bool(self._pins) or bool(self._picked)
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that are pinned for saves under way."""
+        return sum(len(pin.blocks) for pin in self._pins.values())
+
+    def note(self, key: bytes, *, stored: bool) -> None:
+        """Remember that a chunk is stored, or is not."""
+        if not stored:
+            self._known.pop(key, None)
+            return
+        self._known[key] = None
+        if len(self._known) > MAX_KNOWN_CHUNKS:
+            self._known.popitem(last=False)
+
+    def forget_all(self) -> None:
+        """Forget which chunks are stored: another card may be behind the next gateway."""
+        self._known.clear()
+
+    def consider_again(self, state: RequestState) -> None:
+        """After a failed restore: what is computed anew may have to be stored anew."""
+        state.next_chunk = [0] * len(self._engine.parts)
+        for part in self._engine.parts:
+            for key in part_keys(state.keys, part.index):
+                self.note(key.tobytes(), stored=False)
+
+    def pick_step(
+        self, state: RequestState, output: Any, num_computed: int, num_scheduled: int
+    ) -> None:
+        """Pick what a request's step completes, states that vLLM offers aside."""
+        after = num_computed + num_scheduled
+        if self._engine.draft_cache:
+            after = num_computed  # the draft model computes its part after the step's save
+        final = min(after, state.request.num_tokens)
+        tables = tables_now(output, state.request.request_id)
+        # Only what vLLM keeps while this step computes, unless the tables say so themselves.
+        self._pick(state, tables or state.tables, final, None if tables else num_computed)
+        if final == after and offered_states(output) is None and not self._engine.every_state:
+            self._pick_state_at(state, final)
+
+    def pick_last(
+        self, state: RequestState, tables: Sequence[Sequence[int]], num_final: int
+    ) -> None:
+        """Pick what a request that ends filled with its last tokens; its blocks go at once."""
+        self._pick(state, tables, num_final, None)
+
+    def _pick(
+        self,
+        state: RequestState,
+        tables: Sequence[Sequence[int]],
+        num_final: int,
+        num_kept_from: int | None,
+    ) -> None:
+        """Pick the chunks whose tokens are all computed after this step and known.
+
+        Args:
+            state: of the request.
+            tables: its block ids of each part.
+            num_final: tokens that are computed and known.
+            num_kept_from: as many tokens were computed when vLLM gave up blocks last; None: the
+                tables have the null block instead of those.
+        """
+        self._hash(state)
+        for part in self._engine.parts:
+            if part.recurrent and not self._engine.every_state:
+                continue
+            table = tables[part.index]
+            full = min(
+                num_final // self._engine.chunk_tokens,
+                len(state.keys),
+                len(table) // part.blocks_per_chunk,
+            )
+            kept = 0 if num_kept_from is None else part.first_kept(num_kept_from)
+            for chunk in range(state.next_chunk[part.index], full):
+                positions = part.positions(chunk)
+                if positions.start >= kept:
+                    self._take(state, part, chunk, [table[p] for p in positions])
+            state.next_chunk[part.index] = max(state.next_chunk[part.index], full)
+
+    def _pick_state_at(self, state: RequestState, num_computed: int) -> None:
+        """Pick the states that a step leaves at its end, where that is a boundary (0.25)."""
+        chunk, rest = divmod(num_computed, self._engine.chunk_tokens)
+        if rest or not 0 < chunk <= len(state.keys):
+            return
+        for part in self._engine.parts:
+            table, last = state.tables[part.index], part.positions(chunk - 1)[-1]
+            if part.recurrent and last < len(table):
+                self._take(state, part, chunk - 1, [table[last]])
+
+    def pick_offered(self, states: Mapping[str, RequestState], output: Any) -> None:
+        """Pick the states that vLLM says this step leaves at boundaries (0.29 and later)."""
+        for request_id, offers in (offered_states(output) or {}).items():
+            state = states.get(request_id)
+            if state is None:
+                continue
+            self._hash(state)
+            for group, block, boundary in offers:
+                chunk, rest = divmod(boundary, self._engine.chunk_tokens)
+                if not rest and 0 < chunk <= len(state.keys):
+                    self._take(state, self._engine.parts[group], chunk - 1, [block])
+
+    def _take(self, state: RequestState, part: Part, chunk: int, blocks: list[int]) -> None:
+        """Add a chunk of a part to the step's save, unless it is stored or vLLM gave it up."""
+        key = part_keys(state.keys[chunk : chunk + 1], part.index)[0]
+        if key.tobytes() in self._known or NULL_BLOCK in blocks:
+            return
+        self.note(key.tobytes(), stored=True)
+        # Now, not with the step's metadata: a request that has ended gives its blocks
+        # away before the next step is built.
+        self.pool.touch([self.pool.blocks[block] for block in blocks])
+        self._picked.add(part.index, key, blocks, state.request.request_id)
+        self._stats.add("chunks_saved")
+
+    def take(self, step: int) -> list[Chunks]:
+        """Return what was picked as a step's save; its blocks stay pinned until released()."""
+        save = self._picked.take()
+        if save:
+            blocks = [self.pool.blocks[b] for c in save for b in c.blocks.reshape(-1).tolist()]
+            keys = [key.tobytes() for chunks in save for key in chunks.keys]
+            self._pins[step] = Pin(blocks, keys, self._engine.world_size)
+        return save
+
+    def given_up(self, step: int) -> None:
+        """Some rank did not save a step's chunks."""
+        pin = self._pins.get(step)
+        if pin is None:
+            return
+        self._stats.add("chunks_unsaved", len(pin.keys))
+        for key in pin.keys:
+            self.note(key, stored=False)
+
+    def released(self, step: int, num_ranks: int) -> None:
+        """So many ranks no longer need a step's blocks; with the last one they go back."""
+        pin = self._pins.get(step)
+        if pin is None:
+            return
+        pin.ranks_left -= num_ranks
+        if pin.ranks_left <= 0:
+            del self._pins[step]
+            self.pool.free_blocks(pin.blocks)
