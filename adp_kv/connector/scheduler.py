@@ -30,6 +30,7 @@ from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata
 from adp_kv.connector.read_ahead import ReadAheadSide
 from adp_kv.connector.request_state import RequestState, Selection
 from adp_kv.connector.saves import SaveSide
+from adp_kv.connector.tainted import EndedTables, forget_tainted
 from adp_kv.connector.vllm_view import EngineView, adapter_folder, hashes_repeatable, root_hash
 from adp_kv.errors import GatewayError
 from adp_kv.layout.fingerprint import digest, weights_fingerprint
@@ -69,6 +70,7 @@ class SchedulerSide:
         self._repeatable: bool | None = None
         self._ranks_off = False
         self._awaits_answer = False
+        self._ended = EndedTables()
         self.stats = Recorder()
         self.saves = SaveSide(engine, self.stats, self._hash)
         self._hello = Hello(
@@ -364,6 +366,7 @@ class SchedulerSide:
             self.saves.given_up(step)
         for step, num_ranks in report.saved_steps.items():
             self.saves.released(step, num_ranks)
+        self._forget_tainted(output, report.failed_step)
         if report.failed_step > self._acknowledged_failure:
             self._acknowledged_failure = report.failed_step
             for state in self._states.values():
@@ -377,6 +380,13 @@ class SchedulerSide:
             self._ranks_off = True
             log.warning("no more lookups and saves: a worker rank has turned the cache off")
 
+    def _forget_tainted(self, output: Any, step: int) -> None:
+        invalid = set(getattr(output, "invalid_block_ids", None) or ())
+        if not invalid or len(self._engine.parts) > 1:  # then vLLM itself stops
+            return
+        live = [state.tables[0] for state in self._states.values() if state.tables]
+        forget_tainted(self.saves.pool, [*live, *self._ended.since(step)], invalid)
+
     def on_finished(self, request: Any, tables: Sequence[Sequence[int]]) -> None:
         """Forget a request; chunks it filled with its last tokens are saved in the next step.
 
@@ -386,6 +396,8 @@ class SchedulerSide:
         """
         state = self._states.pop(request.request_id, None)
         self._ahead.on_finished(request.request_id)
+        if tables and not self._engine.async_loads:
+            self._ended.add(self._step, tables[0])
         if state is None or not self._settings.save or not self._ready():
             return
         # Only after a normal end: an aborted or failed request may hold pages that were

@@ -51,10 +51,14 @@ class Pool:
 
     def __init__(self, num_blocks):
         self.blocks = [SimpleNamespace(block_id=i, ref_cnt=0) for i in range(num_blocks)]
+        self.evicted = set()
 
     def touch(self, blocks):
         for block in blocks:
             block.ref_cnt += 1
+
+    def evict_blocks(self, block_ids):
+        self.evicted |= block_ids
 
     def free_blocks(self, blocks):
         for block in blocks:
@@ -245,3 +249,46 @@ def test_lookups_stay_off_without_reconnect(side, monkeypatch):
     monkeypatch.setattr(first, "ended", True)
     side.build_meta(output_of())
     assert side.client is first
+
+
+def failed_restore(side, module, step, blocks):
+    report = module.AdpWorkerMetadata(failed_step=step)
+    side.on_output(SimpleNamespace(kv_connector_worker_meta=report, invalid_block_ids=blocks))
+
+
+def with_blocks(side, name, table):
+    request = request_of(CHUNK, 0)
+    request.request_id = name
+    side.on_new_request(request)
+    side._states[name].tables = [table]
+    return request
+
+
+def test_what_a_failed_restore_spoilt_is_shared_by_nobody(side, module):
+    """Of requests that live, preempted ones too: what was restored, and all that follows it."""
+    with_blocks(side, "restored", [1, 2, 3])
+    with_blocks(side, "shares it", [1, 2, 5])
+    with_blocks(side, "other", [6, 7])
+    side.build_meta(output_of())
+    failed_restore(side, module, 1, {2})
+    assert side.saves.pool.evicted == {2, 3, 5}
+
+
+def test_request_that_ended_before_its_restore_failed_leaves_nothing_to_share(side, module):
+    """With asynchronous scheduling a client can go away between a step and its report."""
+    request = with_blocks(side, "gone", [1, 2, 3])
+    side.build_meta(output_of())
+    request.status = SimpleNamespace(name="FINISHED_ABORTED")
+    side.on_finished(request, ([1, 2, 3],))
+    side.build_meta(output_of())
+    failed_restore(side, module, 1, {1})
+    assert side.saves.pool.evicted == {1, 2, 3}
+
+
+def test_request_that_ended_before_the_step_is_not_concerned(side, module):
+    request = with_blocks(side, "gone", [1, 2, 3])
+    side.on_finished(request, ([1, 2, 3],))
+    for _ in range(3):
+        side.build_meta(output_of())
+    failed_restore(side, module, 3, {1})
+    assert side.saves.pool.evicted == {1}
