@@ -32,6 +32,7 @@ TOTAL_BYTES = 256 * MiB
 MAX_PAGE_CALLS = 2048
 TRANSFERS = 8
 REPEATS = 5
+OTHERS_REPEATS = 3
 NUM_CHECKED = 256
 PLANNER = "planner"
 PAGE_CALLS = "a call a page"
@@ -184,7 +185,7 @@ class CudaBench:
             num_transfers = TRANSFERS
         total = num_transfers * copy.total_bytes
         speeds = []
-        for _ in range(self._repeats):
+        for _ in range(self._repeats if way == PLANNER else OTHERS_REPEATS):
             through = GiB / self._seconds(self._copy_through)
             speed = total / self._seconds(start)
             speeds.append((speed / 1e9, speed / through))
