@@ -37,8 +37,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Of a cached result; another one is measured anew."""
+STAGED_FROM = 32 * MiB
+"""Runs of this size are staged whatever was measured: no kernel moves as much over a link as the
+copy engine, and it takes multiprocessors from the model."""
 BUDGET_S = 1.0
 RING_BYTES = 64 * MiB
 TOTAL_BYTES = 32 * MiB
@@ -55,7 +58,7 @@ Measure: TypeAlias = Callable[[bool, Kind, int], float]
 Raises TimeoutError when the budget is spent.
 """
 SIZES: dict[Kind, tuple[int, ...]] = {
-    "staged": (MiB, 2 * MiB, 4 * MiB, 8 * MiB),
+    "staged": (MiB, 2 * MiB, 4 * MiB, 8 * MiB, 16 * MiB),
     "strided": (16 * KiB, 32 * KiB, 64 * KiB, 128 * KiB),
     "batch": (16 * KiB, 32 * KiB, 64 * KiB, 128 * KiB, 512 * KiB, MiB),
 }
@@ -123,7 +126,8 @@ def measure_thresholds(measure: Measure, kinds: Sequence[Kind]) -> tuple[Tuned, 
                     measure(to_device, kind, size) <= (_CLEAR if size >= default else 1 / _CLEAR)
                     for size in SIZES[kind]
                 ]
-                found[to_device][kind] = crossover(SIZES[kind], faster)
+                most = STAGED_FROM if kind == "staged" else NEVER
+                found[to_device][kind] = min(crossover(SIZES[kind], faster), most)
     except TimeoutError:
         is_complete = False
     tuned = Tuned(_with(RESTORE, found[True]), _with(SAVE, found[False]), is_complete)

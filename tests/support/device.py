@@ -14,7 +14,12 @@ COMMON: dict[str, Any] = {
     "enable_prefix_caching": True,
     "seed": 0,
 }
-CUDA: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "dtype": "bfloat16"}
+# The cache's size is given, so the utilization only says how much must be free at the start.
+CUDA: dict[str, Any] = {
+    "kv_cache_memory_bytes": 1 << 30,
+    "gpu_memory_utilization": 0.05,
+    "dtype": "bfloat16",
+}
 CPU: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
 
 

@@ -46,6 +46,15 @@ def test_measured_thresholds_are_the_crossovers():
     assert tuned.is_complete
 
 
+def test_long_runs_are_staged_whatever_was_measured():
+    def kernel_always_wins(_to_device, _kind, _size):
+        return 3.0
+
+    tuned, _ = tuning.measure_thresholds(kernel_always_wins, ["staged", "strided", "batch"])
+    assert (tuned.restore.staged, tuned.save.staged) == (32 * MiB, 32 * MiB)
+    assert (tuned.restore.strided, tuned.restore.batch) == (NEVER, NEVER)
+
+
 def test_noise_does_not_move_a_default():
     noisy = functools.partial(machine_ratios, clear=1.05)
     tuned, _ = tuning.measure_thresholds(noisy, ["staged", "strided", "batch"])
@@ -103,7 +112,7 @@ def test_tuning_measures_once_and_is_cached_for_the_machine(small, tmp_path):
     assert b"another GPU" in path.read_bytes()
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"format": 2, "machine": 3}'])
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"format": 3, "machine": 3}'])
 def test_cache_that_is_damaged_is_measured_anew(small, tmp_path, content):
     device = FakeDevice()
     (tmp_path / "tuning-0.json").write_bytes(content)
