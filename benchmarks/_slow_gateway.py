@@ -29,10 +29,10 @@ class SlowCard(FaultyCard):
         self._free_at = 0.0
 
     def _decide(self, batch: Batch):
-        status, delay_s = super()._decide(batch)
+        verdict = super()._decide(batch)
         if batch.op is Op.READ and batch.lengths is not None:
-            delay_s = self._delay_s(int(batch.lengths.sum()))
-        return status, delay_s
+            verdict.delay_s = self._delay_s(int(batch.lengths.sum()))
+        return verdict
 
     def _delay_s(self, num_bytes: int) -> float:
         text = self._speed_file.read_text().strip() if self._speed_file.exists() else ""

@@ -54,7 +54,7 @@ def measure(case: Case, ahead_bytes: int, waits_ms: Sequence[int], repeats: int,
         for wait_ms in waits_ms:
             runs = []
             for _ in range(repeats):
-                told = scheduler.read_ahead(rig.chunks)
+                told = scheduler.read_ahead(rig.chunks, 0)
                 time.sleep(wait_ms / 1e3)  # what is measured: the wait in vLLM's queue
                 layers = rig.restore(number)
                 runs.append((layers[0], layers[-1]))

@@ -30,7 +30,7 @@ def test_flags_of_engine_arguments():
 
 
 def test_every_tiny_model_loads():
-    assert tiny_models.names() == ["dsa", "llama", "mla"]
+    assert {"dsa", "gemma3", "llama", "mla", "qwen3_next"} <= set(tiny_models.names())
     for name in tiny_models.names():
         tiny = tiny_models.load(name)
         assert tiny.config["model_type"]

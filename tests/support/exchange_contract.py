@@ -77,6 +77,8 @@ class ExchangeContract:
         assert group.each("check") == [[True] * len(sizes)] * group.num_ranks
 
     def test_rank_alone_ends_with_abort(self, group):
+        group.each("queue", [256])  # the first exchange connects the ranks, and waits for them
+        group.each("check")
         before, after, seconds = group.each("lone")[0]
         assert not before, "an exchange ended that no other rank took part in"
         assert after

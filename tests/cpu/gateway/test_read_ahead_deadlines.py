@@ -24,7 +24,7 @@ def test_late_shelf_keeps_its_slots_until_the_card_answers(how):
         store([rank], chunks)
         gets = serving.server._engine._gets
         card.faults = [Fault(silent=True, ops=READS)]
-        scheduler.send(Ahead(1, pack_keys(chunks)))
+        scheduler.send(Ahead(1, pack_keys(chunks), 0))
         wait_until(lambda: len(card._silent) == 1, 5, "the card has it")
         if how == "taken":
             rank.send(Get(5, [0], pack_keys(chunks)))
