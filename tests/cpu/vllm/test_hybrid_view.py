@@ -97,6 +97,14 @@ def test_what_can_be_undone_is_restored_layer_by_layer(vllm):
         assert not engine_of(vllm, config, ConnectorSettings(load_mode="layerwise")).async_loads
 
 
+def test_what_is_computed_anew_is_restored_asynchronously(vllm):
+    """Layer by layer, others would share it before anybody knows that it never came."""
+    config = groups_of(vllm, attention(vllm))
+    assert engine_of(vllm, config, policy="recompute").async_loads
+    with pytest.raises(ConfigError, match=r"load_mode = layerwise .*recompute.*async"):
+        engine_of(vllm, config, ConnectorSettings(load_mode="layerwise"), policy="recompute")
+
+
 def test_failed_restores_on_a_vllm_that_takes_no_failed_requests(vllm, monkeypatch):
     """0.25: windows layer by layer, states asynchronously; a failure stops the engine."""
     monkeypatch.setattr(vllm.view, "takes_failed_requests", lambda: False)

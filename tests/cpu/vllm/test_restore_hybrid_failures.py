@@ -100,7 +100,7 @@ def test_policy_fail_ends_the_request_that_lost_an_object_and_no_other(engine, t
 def test_layerwise_restores_are_right_and_a_failed_one_stops_the_engine(engine, tmp_path):
     """vLLM can't undo part of a step where a model has several groups."""
     with Deployment(tmp_path, CARD, faulty=True) as deployment:
-        chunk = start(engine, "gemma3", deployment, load_mode="layerwise")
+        chunk = start(engine, "gemma3", deployment, "fail", load_mode="layerwise")
         lost, whole = prompt(43, 3 * chunk + 3), prompt(44, 3 * chunk + 3)
         want = one(engine, whole)
         deployment.wait_committed(6)
@@ -116,10 +116,10 @@ def test_layerwise_restores_are_right_and_a_failed_one_stops_the_engine(engine, 
         lose_an_object(deployment, saved, windows)
         deployment.restart()
 
-        start(engine, "gemma3", deployment, load_mode="layerwise")
+        start(engine, "gemma3", deployment, "fail", load_mode="layerwise")
         with pytest.raises(ChildError, match="nothing half-restored is served"):
             one(engine, lost)
-        start(engine, "gemma3", deployment, load_mode="layerwise")
+        start(engine, "gemma3", deployment, "fail", load_mode="layerwise")
         assert one(engine, whole).token_ids == want.token_ids
 
 
