@@ -1,6 +1,8 @@
 """Thresholds measured at start: crossovers, the budget, the cache, and the whole on a stand-in."""
 
 import functools
+import json
+from dataclasses import replace
 
 import pytest
 
@@ -112,13 +114,36 @@ def test_tuning_measures_once_and_is_cached_for_the_machine(small, tmp_path):
     assert b"another GPU" in path.read_bytes()
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"format": 3, "machine": 3}'])
-def test_cache_that_is_damaged_is_measured_anew(small, tmp_path, content):
+OURS = {"format": tuning.FORMAT, "machine": "a device", "restore": {"batch": 5}, "save": {}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"format": 3, "machine": 3}',
+        json.dumps(OURS | {"format": tuning.FORMAT - 1}),
+        json.dumps(OURS | {"restore": {"batch": 0}}),
+        json.dumps(OURS | {"restore": {"batch": "5"}}),
+    ],
+    ids=["empty", "no table", "parts missing", "older", "zero", "text"],
+)
+def test_cache_that_is_damaged_or_older_is_measured_anew(small, tmp_path, content):
     device = FakeDevice()
-    (tmp_path / "tuning-0.json").write_bytes(content)
+    (tmp_path / "tuning-0.json").write_text(content)
     tuning.tune(a_mover(device), device, tmp_path, has_batch=True)
     assert device.calls
     assert device.machine().encode() in (tmp_path / "tuning-0.json").read_bytes()
+
+
+def test_cache_of_this_machine_and_format_is_used_as_it_is(small, tmp_path):
+    device = FakeDevice()
+    (tmp_path / "tuning-0.json").write_text(json.dumps(OURS))
+    mover = a_mover(device)
+    tuning.tune(mover, device, tmp_path, has_batch=True)
+    assert not device.calls
+    assert used(mover) == (replace(RESTORE, batch=5), SAVE)
 
 
 def test_folder_that_cant_be_written_is_no_error(small, tmp_path):
