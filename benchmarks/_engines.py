@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from adp_kv.units import GiB, KiB, MiB, ceil_div
+from benchmarks._results import Results
 from tests.support import tiny_models
 from tests.support.engine import Engine
 from tests.support.gateways import Gateway
@@ -428,6 +429,14 @@ def ring_bytes(wanted: int, num_gateways: int) -> int:
     if room < wanted:
         print(f"rings of {room / GiB:.1f} GiB: /dev/shm has room for no more", flush=True)
     return min(wanted, room) // MiB * MiB
+
+
+def finish(results: Results, out: Path | None, failed: Mapping[str, str]) -> int:
+    """Write the rows and tell who failed; return the exit status."""
+    results.write(out)
+    for name, why in failed.items():
+        print(f"FAILED {name}: {why.splitlines()[0]}")
+    return 1 if failed else 0
 
 
 def write_models(folder: Path, shapes: Iterable[Shape]) -> None:

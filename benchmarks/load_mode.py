@@ -173,10 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Field(contenders, together=device == "cuda") as running:
             measure(running, sizes, 1 if given.quick else given.repeats, results)
             failed = running.failed
-    results.write(given.out)
-    for name, why in failed.items():
-        print(f"FAILED {name}: {why.splitlines()[0]}")
-    return 1 if failed else 0
+    return _engines.finish(results, given.out, failed)
 
 
 if __name__ == "__main__":

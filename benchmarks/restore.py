@@ -281,10 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             card=card,
         )
         failed = run(setup, shapes, 2 if given.quick else given.repeats, results)
-    results.write(given.out)
-    for name, why in failed.items():
-        print(f"FAILED {name}: {why.splitlines()[0]}")
-    return 1 if failed else 0
+    return _engines.finish(results, given.out, failed)
 
 
 if __name__ == "__main__":

@@ -169,10 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if not running.failed:
                     add_rows(results, load, times)
             failed = running.failed
-    results.write(given.out)
-    for name, why in failed.items():
-        print(f"FAILED {name}: {why.splitlines()[0]}")
-    return 1 if failed else 0
+    return _engines.finish(results, given.out, failed)
 
 
 if __name__ == "__main__":
