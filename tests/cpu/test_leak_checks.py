@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.support import process
 from tests.support.process import REPO, SHM, descendants, mapped_by
 
 LEAKY = {
@@ -50,3 +51,10 @@ def test_ring_of_another_run_is_left_alone(tmp_path):
             assert mapped_by(shm) - descendants(os.getpid() + 10**7)
     finally:
         shm.unlink()
+
+
+def test_process_that_ends_while_others_are_listed_is_passed_over(monkeypatch):
+    ended = subprocess.Popen(["true"])  # its number is free once it was waited for
+    ended.wait()
+    monkeypatch.setattr(process.os, "listdir", lambda _: [str(ended.pid), "self", str(os.getpid())])
+    assert process.parents() == {os.getpid(): os.getppid()}

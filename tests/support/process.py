@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
@@ -52,29 +52,30 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _live_processes() -> Iterator[tuple[int, int, int]]:
+    """Yield (process, parent, session) of all that live (no zombies).
+
+    From /proc/*/stat: /proc/self/task/*/children may miss some while others come and go. Names
+    are listed and not globbed: glob() looks at each file, and fails when a process has just ended.
+    """
+    for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
+        try:
+            text = Path("/proc", name, "stat").read_text()
+        except OSError:  # it has just ended
+            continue
+        state, parent, _, session = text.rpartition(")")[2].split()[:4]
+        if state != "Z":
+            yield int(name), int(parent), int(session)
+
+
 def session_members(session_id: int) -> list[int]:
     """Return the ids of the live (not zombie) processes of a session."""
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-            if int(session) == session_id and state != "Z":
-                members.append(int(stat.parent.name))
-    return members
+    return [pid for pid, _, session in _live_processes() if session == session_id]
 
 
 def parents() -> dict[int, int]:
-    """Return the parent of every live (not zombie) process.
-
-    From /proc/*/stat: /proc/self/task/*/children may miss some while others come and go.
-    """
-    found: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                found[int(stat.parent.name)] = int(parent)
-    return found
+    """Return the parent of every live (not zombie) process."""
+    return {pid: parent for pid, parent, _ in _live_processes()}
 
 
 def descendants(pid: int) -> set[int]:
