@@ -11,9 +11,10 @@
 #   PYTHON         interpreter with torch, cupy, triton and vLLM [python3]
 #   TESTS          where to look for tests [tests]
 #   PART_TIMEOUT   seconds for each part [900]
+#   JOBS           tests at a time, where pytest-xdist is installed [a quarter of the cores]
 #   ADP_KV_COMMIT  commit of this tree, where there is no .git
 set -uo pipefail
-if [ $# -lt 1 ]; then sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; fi
+if [ $# -lt 1 ]; then sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; fi
 
 mkdir -p "$1" || exit 2
 OUT=$(cd "$1" && pwd)
@@ -43,6 +44,10 @@ fi
 pytest_flags=()
 if ! "$PYTHON" -c 'import pytest_timeout' 2>/dev/null; then
     pytest_flags=(-o addopts=--import-mode=importlib -W "ignore::pytest.PytestConfigWarning")
+fi
+# Tests of one engine stay together (tests/gpu/conftest.py); most of their time is its start.
+if "$PYTHON" -c 'import xdist' 2>/dev/null; then
+    pytest_flags+=(-n "${JOBS:-$((($(nproc) + 3) / 4))}" --dist loadgroup)
 fi
 
 run_part() {

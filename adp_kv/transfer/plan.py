@@ -73,10 +73,10 @@ class Thresholds:
     force: Way | None = None
 
 
-RESTORE = Thresholds(staged=2 * MiB, extent=MiB, strided=64 * KiB, batch=64 * KiB)
+RESTORE = Thresholds(staged=2 * MiB, extent=MiB, strided=64 * KiB, batch=40 * KiB)
 """Ring to device. 2-D copies 0.95 from 64 KiB on, 0.86 at 32 and 0.60 at 16 KiB, batches 0.97
-from 72 KiB on and 0.69 at 32 KiB, against 0.917 for any kernel at any size, which copies
-beside it do not raise."""
+from 72 KiB on, 0.95 at 41 and 0.69 at 32 KiB, against 0.917 for any kernel at any size, which
+copies beside it do not raise."""
 SAVE = Thresholds(
     staged=2 * MiB, extent=MiB, strided=NEVER, batch=MiB,
     beside_strided=8 * KiB, beside_batch=64 * KiB, beside=0.25,

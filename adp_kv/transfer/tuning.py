@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 """Of a cached result; another one is measured anew."""
 STAGED_FROM = 32 * MiB
 """Runs of this size are staged whatever was measured: no kernel moves as much over a link as the
@@ -60,7 +60,7 @@ Raises TimeoutError when the budget is spent.
 SIZES: dict[Kind, tuple[int, ...]] = {
     "staged": (MiB, 2 * MiB, 4 * MiB, 8 * MiB, 16 * MiB),
     "strided": (16 * KiB, 32 * KiB, 64 * KiB, 128 * KiB),
-    "batch": (16 * KiB, 32 * KiB, 64 * KiB, 128 * KiB, 512 * KiB, MiB),
+    "batch": (16 * KiB, 40 * KiB, 64 * KiB, 128 * KiB, 512 * KiB, MiB),
 }
 """What is measured: bytes of a run, of a strided slice, of a page in a slot of its own."""
 _RIVAL: dict[Kind, Way] = {"staged": Way.STAGED, "strided": Way.STAGED, "batch": Way.BATCH}

@@ -20,7 +20,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm, pytest.mark.timeout(600)]
 SLOW_MS = 3.0
 MAX_TOKENS = 6
 SLIDING_CHUNK = 256
-STATES = {"granite_hybrid": "Mamba-2", "qwen3_next": "gated delta net"}
+STATES = {
+    "granite_hybrid": "Mamba-2",
+    "falcon_h1": "Mamba-2 beside attention",
+    "nemotron_h": "Mamba-2",
+    "qwen3_next": "gated delta net",
+}
 CASES = {
     f"{model}-{'eager' if eager else 'graphs'}-{cache}": (model, eager, cache)
     for model in ("gemma3", *STATES)
