@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -254,6 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ring", default="6GiB", help="shared_memory_size")
     parser.add_argument("--batch-bytes", help="the gateway's batch_bytes [its default]")
     parser.add_argument("--copy-threads", type=int, help="of the memory card [its default]")
+    parser.add_argument("--block-size", type=int, help="of all engines [vLLM's default]")
     parser.add_argument("--offloading-block", type=int, default=0, help="[vLLM's default]")
     parser.add_argument("--folder", type=Path, help="where the slab card lies [temporary]")
     given = parser.parse_args(argv)
@@ -262,6 +263,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         one for one in all_shapes(device, quick=given.quick) if given.only in (None, one.name)
     ]
     num_gateways = sum(k in ADP for one in shapes for k in kinds_of(one, device))
+    if given.block_size:
+        own = {"block_size": given.block_size}
+        shapes = [replace(one, engine_args={**one.engine_args, **own}) for one in shapes]
     ring = 64 * MiB if given.quick else parse_size(given.ring, "--ring")
     ring = _engines.ring_bytes(ring, num_gateways)
     gateway: dict[str, object] = {"shared_memory_size": ring}
