@@ -115,6 +115,7 @@ class CudaInterference(CudaBench):
 
     def __init__(self, *, repeats: int) -> None:
         super().__init__(to_device=True, repeats=repeats)
+        self._steps: list[Callable[[], None]] = []  # hold what the graphs read and write
         self._loads = {"decode": self._decode_graph(), "compute": self._compute_graph()}
 
     def _decode_graph(self) -> Any:
@@ -138,6 +139,7 @@ class CudaInterference(CudaBench):
 
     def _graph(self, step: Callable[[], None], repeats: int) -> Any:
         cuda = self._torch.cuda
+        self._steps.append(step)
         with cuda.stream(self._stream):
             step()
         cuda.synchronize()
