@@ -59,6 +59,8 @@ class SaveSide:
         self._hash = hash_request
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._picked = Selection()
+        # Parts of which every chunk is stored; of others what is at certain boundaries.
+        self._by_tokens = [p.index for p in engine.parts if engine.every_state or not p.recurrent]
         self._pins: dict[int, Pin] = {}
 
     @property
@@ -99,11 +101,16 @@ class SaveSide:
         if self._engine.draft_cache:
             after = num_computed  # the draft model computes its part after the step's save
         final = min(after, state.request.num_tokens)
-        tables = tables_now(output, state.request.request_id)
-        # Only what vLLM keeps while this step computes, unless the tables say so themselves.
-        self._pick(state, tables or state.tables, final, None if tables else num_computed)
-        if final == after and offered_states(output) is None and not self._engine.every_state:
-            self._pick_state_at(state, final)
+        chunk, rest = divmod(final, self._engine.chunk_tokens)
+        # Most steps of a decoding request complete nothing, and each step asks for all requests.
+        if any(chunk > state.next_chunk[part] for part in self._by_tokens):
+            tables = tables_now(output, state.request.request_id)
+            # Only what vLLM keeps while this step computes, unless the tables say so themselves.
+            self._pick(state, tables or state.tables, final, None if tables else num_computed)
+        if rest or final != after or self._engine.every_state:
+            return
+        if offered_states(output) is None:
+            self._pick_states_before(state, chunk)
 
     def pick_last(
         self, state: RequestState, tables: Sequence[Sequence[int]], num_final: int
@@ -128,10 +135,8 @@ class SaveSide:
                 tables have the null block instead of those.
         """
         self._hash(state)
-        for part in self._engine.parts:
-            if part.recurrent and not self._engine.every_state:
-                continue
-            table = tables[part.index]
+        for index in self._by_tokens:
+            part, table = self._engine.parts[index], tables[index]
             full = min(
                 num_final // self._engine.chunk_tokens,
                 len(state.keys),
@@ -144,10 +149,10 @@ class SaveSide:
                     self._take(state, part, chunk, [table[p] for p in positions])
             state.next_chunk[part.index] = max(state.next_chunk[part.index], full)
 
-    def _pick_state_at(self, state: RequestState, num_computed: int) -> None:
-        """Pick the states that a step leaves at its end, where that is a boundary (0.25)."""
-        chunk, rest = divmod(num_computed, self._engine.chunk_tokens)
-        if rest or not 0 < chunk <= len(state.keys):
+    def _pick_states_before(self, state: RequestState, chunk: int) -> None:
+        """Pick the states that a step leaves at its end, where a chunk begins (0.25)."""
+        self._hash(state)
+        if not 0 < chunk <= len(state.keys):
             return
         for part in self._engine.parts:
             table, last = state.tables[part.index], part.positions(chunk - 1)[-1]
