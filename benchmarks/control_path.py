@@ -120,7 +120,8 @@ class Rig:
         slots = num_slots or 3 * GiB // case.object_bytes
         self.gateway = Gateway.serve(
             "memory",
-            {"capacity_bytes": (objects + 64) * object_bytes, "max_value_bytes": object_bytes},
+            # An eighth free: nothing is evicted.
+            {"capacity_bytes": objects * 5 // 4 * object_bytes, "max_value_bytes": object_bytes},
             shared_memory_size=2 * slots * object_bytes,
             batch_bytes=max(1, batch_bytes // case.object_bytes) * object_bytes,
             **how,

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# GPU tests and all benchmarks on this machine, with whatever Python it has.
+# GPU tests and all benchmarks on this machine, with whatever Python it has. What needs two GPUs
+# is left out where there is one, and named in the summary.
 #
 #   scripts/gpu_suite.sh OUTDIR [part ...]
 #
@@ -14,7 +15,7 @@
 #   JOBS           tests at a time, where pytest-xdist is installed [a quarter of the cores]
 #   ADP_KV_COMMIT  commit of this tree, where there is no .git
 set -uo pipefail
-if [ $# -lt 1 ]; then sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; fi
+if [ $# -lt 1 ]; then sed -n '2,17s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; fi
 
 mkdir -p "$1" || exit 2
 OUT=$(cd "$1" && pwd)
@@ -50,18 +51,29 @@ if "$PYTHON" -c 'import xdist' 2>/dev/null; then
     pytest_flags+=(-n "${JOBS:-$((($(nproc) + 3) / 4))}" --dist loadgroup)
 fi
 
+# Left out by the number of devices, never by a test that skips itself.
+marks="gpu or multi_gpu"
+: > "$OUT/summary.txt"
+if [ "$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')" -lt 2 ]; then
+    marks="gpu and not multi_gpu"
+    echo "NOT RUN, one device: tests marked multi_gpu, benchmarks fanout and agents" |
+        tee -a "$OUT/summary.txt"
+    for i in "${!parts[@]}"; do
+        case ${parts[$i]} in fanout | agents) unset "parts[$i]" ;; esac
+    done
+fi
+
 run_part() {
     if [ "$1" = tests ]; then
         # shellcheck disable=SC2086  # TESTS may name several
         timeout -k 20 "$PART_TIMEOUT" "$PYTHON" -m pytest "${pytest_flags[@]}" \
-            -m "gpu or multi_gpu" -ra --junitxml="$OUT/tests.xml" ${TESTS:-tests}
+            -m "$marks" -ra --junitxml="$OUT/tests.xml" ${TESTS:-tests}
     else
         timeout -k 20 "$PART_TIMEOUT" "$PYTHON" -m "benchmarks.$1" --out "$OUT"
     fi
 }
 
 failed=0
-: > "$OUT/summary.txt"
 for part in "${parts[@]}"; do
     began=$SECONDS
     run_part "$part" 2>&1 | tee "$OUT/$part.log"

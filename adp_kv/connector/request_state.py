@@ -24,6 +24,7 @@ class RequestState:
         tables: of each part, block ids in order, as the workers know them; what vLLM has
             given up since is still in them.
         hit_end: where the stored prefix ends, in tokens, as last told to vLLM.
+        loads_async: how that prefix is loaded, as last told to vLLM.
         failed: a restore of it failed; it is not offered another.
     """
 
@@ -35,6 +36,7 @@ class RequestState:
     tables: list[list[int]] = field(default_factory=list)
     lookup: LookupTicket | None = None
     hit_end: int = 0
+    loads_async: bool = False
     failed: bool = False
 
     def follow_tables(self, new_blocks: Sequence[Sequence[int]], *, from_start: bool) -> None:

@@ -44,6 +44,7 @@ class EngineView:
         every_state: recurrent states are kept at every block boundary.
         local_hits_diverge: vLLM may count a local hit that not every group has (0.25).
         draft_cache: a draft model has caches, whose last entries depend on the token after.
+        async_beside_others: a request that is alone loads layer by layer, others asynchronously.
     """
 
     engine_id: str
@@ -57,16 +58,21 @@ class EngineView:
     every_state: bool = False
     local_hits_diverge: bool = False
     draft_cache: bool = False
+    async_beside_others: bool = False
 
     @property
     def undoable(self) -> bool:
         """Whether vLLM can truncate a request at a failed block: one group that keeps all."""
-        return len(self.parts) == 1 and self.parts[0].kept_tokens is None
+        return _can_undo(self.parts)
 
     @property
     def hashes_per_chunk(self) -> int:
         """Block hashes of a chunk; the last one names it."""
         return self.chunk_tokens // self.hash_tokens
+
+
+def _can_undo(parts: tuple[Part, ...]) -> bool:
+    return len(parts) == 1 and parts[0].kept_tokens is None
 
 
 def view_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> EngineView:
@@ -94,6 +100,7 @@ def view_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSetti
         chunk_tokens=chunk_tokens,
         address=_address(settings, parallel),
         async_loads=_async_loads(vllm_config, settings, parts),
+        async_beside_others=settings.load_mode == "auto" and _can_undo(parts),
         facts=_facts(vllm_config, kv_cache_config, settings, parts, chunk_tokens),
         every_state=keeps_every_state(kv_cache_config),
         local_hits_diverge=recurrent
@@ -194,8 +201,7 @@ def _async_loads(vllm_config: Any, settings: ConnectorSettings, parts: tuple[Par
             "blocks whose load has failed before they are computed anew. Use load_mode async or "
             "auto, or the policy fail"
         )
-    undoable = len(parts) == 1 and parts[0].kept_tokens is None
-    better = not undoable and takes_failed_requests() and settings.load_mode == "auto"
+    better = not _can_undo(parts) and takes_failed_requests() and settings.load_mode == "auto"
     return settings.load_mode == "async" or recompute or better
 
 

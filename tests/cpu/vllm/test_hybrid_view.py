@@ -97,6 +97,14 @@ def test_what_can_be_undone_is_restored_layer_by_layer(vllm):
         assert not engine_of(vllm, config, ConnectorSettings(load_mode="layerwise")).async_loads
 
 
+def test_restores_beside_others_are_asynchronous_by_choice_of_auto(vllm):
+    config = groups_of(vllm, attention(vllm))
+    assert engine_of(vllm, config).async_beside_others
+    assert not engine_of(vllm, config, ConnectorSettings(load_mode="layerwise")).async_beside_others
+    window = attention(vllm, "SlidingWindowSpec", sliding_window=129)
+    assert not engine_of(vllm, groups_of(vllm, attention(vllm), window)).async_beside_others
+
+
 def test_what_is_computed_anew_is_restored_asynchronously(vllm):
     """Layer by layer, others would share it before anybody knows that it never came."""
     config = groups_of(vllm, attention(vllm))

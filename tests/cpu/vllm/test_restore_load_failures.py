@@ -22,8 +22,9 @@ def want(engine):
     return engine.generate([DAMAGED, OTHER])
 
 
-@pytest.mark.parametrize("mode", ["auto", "async"])
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize(
+    ("policy", "mode"), [("recompute", "auto"), ("fail", "layerwise"), ("fail", "auto")]
+)
 def test_damaged_objects(engine, want, tmp_path, policy, mode):
     with Deployment(tmp_path, {"capacity_bytes": "16MiB"}) as deployment:
         connector = deployment.connector(policy, chunk_size=CHUNK, load_mode=mode)

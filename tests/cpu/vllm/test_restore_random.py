@@ -34,7 +34,7 @@ def reference(engine):
     return [prompts[i] for i in clear], [done[i].token_ids for i in clear]
 
 
-@pytest.mark.parametrize("mode", ["auto", "async"])
+@pytest.mark.parametrize("mode", ["layerwise", "auto"])
 def test_random_prompts_say_what_an_engine_without_connector_says(
     mode, reference, engine, tmp_path
 ):
@@ -61,7 +61,7 @@ def test_random_prompts_say_what_an_engine_without_connector_says(
     assert counters.get("objects_missed", 0) == 0
 
 
-@pytest.mark.parametrize("mode", ["auto", "async"])
+@pytest.mark.parametrize("mode", ["layerwise", "auto"])
 def test_preempted_requests_resume_with_the_same_tokens(mode, engine, tmp_path):
     """Decodes that outgrow the pool, so that requests are thrown out and come back."""
     prompts = [prompt(300 + i, 130 + 7 * i) for i in range(6)]

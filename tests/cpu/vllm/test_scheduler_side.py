@@ -6,6 +6,7 @@ token that fills its last chunk is known.
 
 import importlib
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -202,6 +203,33 @@ def test_chunk_whose_restore_failed_is_stored_again(side, module, how):
     side.on_output(SimpleNamespace(kv_connector_worker_meta=module.AdpWorkerMetadata(**report)))
     (save,) = side.build_meta(output_of([new], {"r": CHUNK})).save
     assert save.blocks.tolist() == [[3, 4]]
+
+
+def restored(side, request):
+    """Let a request hit its first chunk; return how, and what the next step's metadata says."""
+    side._states[request.request_id].lookup = LookupTicket(1, 0.0, stored=np.array([True]))
+    hit, is_async = side.matched(request, 0)
+    assert hit == CHUNK
+    blocks = [SimpleNamespace(block_id=i, block_hash=None, is_null=False) for i in (3, 4, 5)]
+    side.after_alloc(request, [blocks], hit)
+    meta = side.build_meta(output_of())
+    assert bool(meta.async_restore) is is_async
+    assert bool(meta.restore) is not is_async
+    return "async" if is_async else "layerwise"
+
+
+@pytest.mark.parametrize(("auto", "beside"), [(True, "async"), (False, "layerwise")])
+def test_restore_beside_others_lets_them_go_on(side, auto, beside):
+    side._engine = replace(side._engine, async_beside_others=auto)
+    request = request_of(CHUNK + 1, 0)
+    side.on_new_request(request)
+    assert restored(side, request) == "layerwise", "it has the engine to itself"
+    other = request_of(CHUNK + 1, 0)
+    other.request_id = "another"
+    side.on_new_request(other)
+    assert restored(side, other) == beside
+    side.on_finished(request, ([],))
+    assert restored(side, other) == "layerwise", "it is alone again, say after preemption"
 
 
 @pytest.mark.parametrize(

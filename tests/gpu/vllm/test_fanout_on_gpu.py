@@ -71,7 +71,8 @@ class Life:
 def _live(model: str, eager: bool, folder, policy: str) -> Life:
     deployment = Deployment(folder, {"capacity_bytes": "1GiB"}, shared_memory_size="256MiB")
     engine = Engine(separate_core=True)
-    settings = {"nvlink_fanout": True, "load_timeout_s": LOAD_TIMEOUT_S}
+    mode = "layerwise" if policy == "fail" else "async"
+    settings = {"nvlink_fanout": True, "load_timeout_s": LOAD_TIMEOUT_S, "load_mode": mode}
     engine.start(
         model,
         deployment.connector(policy, **settings),
