@@ -48,7 +48,7 @@ def restores(team, number, want):
 
 
 def team_of(address, **how):
-    return Team(address, pools(2, sizes=PAGES), **how)
+    return Team(address, pools(2, sizes=PAGES), timeout_s=15.0, **how)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,11 @@ def slab_gateway(path, address=None):
     return Gateway.serve("slab", options, address, **RING)
 
 
+def team_of(address, its_pools, **how):
+    """Return clients that wait for a gateway whose turn does not come on a busy machine."""
+    return Team(address, its_pools, timeout_s=15.0, **how)
+
+
 def kept(team):
     """Return the bytes of the team's pages, by rank and cache."""
     return [{c.index: pool.pages(c.index, BLOCKS) for c in pool.caches} for pool in team.pools]
@@ -68,8 +73,8 @@ def test_two_engines_of_a_server_never_meet(tmp_path):
     with (
         slab_gateway(tmp_path / "a") as a,
         slab_gateway(tmp_path / "b", f"ipc://{tmp_path}/b.sock") as b,
-        Team(a.address, pools(2), engine="a").start() as one,
-        Team(b.address, other_pools(2), engine="b").start() as two,
+        team_of(a.address, pools(2), engine="a").start() as one,
+        team_of(b.address, other_pools(2), engine="b").start() as two,
     ):
         rings = {rank.welcome.ring_path for team in (one, two) for rank in team.ranks}
         assert len(rings) == 2, "each gateway has a ring of its own"
@@ -91,7 +96,7 @@ def test_two_engines_of_a_server_never_meet(tmp_path):
         b.stop()
     with (
         slab_gateway(tmp_path / "a") as a,
-        Team(a.address, pools(2), engine="a").start() as one,
+        team_of(a.address, pools(2), engine="a").start() as one,
     ):
         assert same(restored(one, 1), want_one), "its card is where it was"
 
@@ -99,7 +104,7 @@ def test_two_engines_of_a_server_never_meet(tmp_path):
 def test_second_gateway_on_the_same_slab_does_not_start(tmp_path):
     """It says why and what to do; the first serves on, and its successor finds everything."""
     with slab_gateway(tmp_path / "card") as first:
-        with Team(first.address, pools(1)).start() as team:
+        with team_of(first.address, pools(1)).start() as team:
             want = kept(team)
             with pytest.raises(ChildError) as refused:
                 slab_gateway(tmp_path / "card")
@@ -113,7 +118,7 @@ def test_second_gateway_on_the_same_slab_does_not_start(tmp_path):
         first.kill9()
     with (
         slab_gateway(tmp_path / "card") as successor,
-        Team(successor.address, pools(1)).start() as team,
+        team_of(successor.address, pools(1)).start() as team,
     ):
         assert same(restored(team, 1), want)
 
@@ -134,9 +139,9 @@ def test_second_engine_at_a_gateway_in_use_is_off_with_the_reason(tmp_path):
     """Two engines were given one address: the first is served, the other says what is wrong."""
     with (
         slab_gateway(tmp_path / "card") as gateway,
-        Team(gateway.address, pools(1), engine="one").start() as one,
+        team_of(gateway.address, pools(1), engine="one").start() as one,
     ):
-        with Team(gateway.address, pools(1), engine="two", connect_timeout_s=1.0) as two:
+        with team_of(gateway.address, pools(1), engine="two", connect_timeout_s=1.0) as two:
             two.start(settle=False)
             wait_until(lambda: two.ranks[0].off, 10, "the other is off")
             assert "serves engine one" in two.ranks[0].off_reason
@@ -155,8 +160,8 @@ def test_two_gateways_store_the_same_chunks_at_once_and_both_restore(valkey):
     with (
         resp_gateway(valkey) as a,
         resp_gateway(valkey) as b,
-        Team(a.address, pools(2), engine="a").start() as one,
-        Team(b.address, pools(2), engine="b").start() as two,
+        team_of(a.address, pools(2), engine="a").start() as one,
+        team_of(b.address, pools(2), engine="b").start() as two,
     ):
         want = kept(one)
         jobs = [team.jobs(1, CHUNKS, BLOCKS) for team in (one, two)]
@@ -177,8 +182,8 @@ def test_chunk_lost_to_one_gateway_is_no_hit_of_the_other(valkey):
     with (
         resp_gateway(valkey) as a,
         resp_gateway(valkey) as b,
-        Team(a.address, pools(1), engine="a").start() as one,
-        Team(b.address, pools(1), engine="b").start() as two,
+        team_of(a.address, pools(1), engine="a").start() as one,
+        team_of(b.address, pools(1), engine="b").start() as two,
     ):
         one.save(1, CHUNKS, BLOCKS)
         assert two.stored(CHUNKS) == [True] * 4
@@ -197,8 +202,8 @@ def test_key_prefix_keeps_two_deployments_of_a_server_apart(valkey):
     with (
         resp_gateway(valkey, key_prefix="a:") as a,
         resp_gateway(valkey, key_prefix="b:") as b,
-        Team(a.address, pools(1), engine="a").start() as one,
-        Team(b.address, other_pools(1), engine="b").start() as two,
+        team_of(a.address, pools(1), engine="a").start() as one,
+        team_of(b.address, other_pools(1), engine="b").start() as two,
     ):
         want = kept(one)
         one.save(1, CHUNKS, BLOCKS)
@@ -213,8 +218,8 @@ def test_gateways_with_other_fragment_sizes_read_nothing_wrong(valkey):
     with (
         Gateway.serve("resp", {"endpoints": valkey.tcp}, fragment_size=1024, **RING) as a,
         Gateway.serve("resp", {"endpoints": valkey.tcp}, fragment_size=4096, **RING) as b,
-        Team(a.address, pools(1), engine="a").start() as one,
-        Team(b.address, pools(1), engine="b").start() as two,
+        team_of(a.address, pools(1), engine="a").start() as one,
+        team_of(b.address, pools(1), engine="b").start() as two,
     ):
         want = kept(one)
         one.save(1, CHUNKS, BLOCKS)
