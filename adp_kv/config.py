@@ -33,7 +33,7 @@ HELP = {
     "connect_timeout_s": "how long the engine's start waits for the gateway and the other ranks",
     "gateway_required": "true: an engine whose gateway is not there at start does not start",
     "gateway_timeout_s": "a gateway silent for longer turns the external cache off",
-    "reconnect": "true: take up a gateway that was restarted; false: both restart together",
+    "reconnect": "true: take up a restarted gateway (no recurrent states); false: restart both",
     "lookup_timeout_s": "a lookup unanswered for longer counts as no hit",
     "load_timeout_s": "a restore that takes longer is a failed load",
     "save_timeout_s": "a save that takes longer is dropped",

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from adp_kv.cli import bench, doctor, size
 from adp_kv.cli import inspect as inspection
+from adp_kv.cli.model_config import read_config
+from adp_kv.cli.shapes import model_shape
 from adp_kv.cli.show import show_facts, show_json, show_rows
 from adp_kv.errors import AdpError, ConfigError
 from adp_kv.sdk.stats import ask_stored
@@ -46,7 +48,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _size(args: argparse.Namespace) -> int:
-    shape = size.cache_shape(size.read_config(args.model), args.kv_dtype, args.tp)
+    shape = model_shape(read_config(args.model), args.kv_dtype, args.tp, args.dtype)
     load = size.Load(
         block_tokens=args.block_size,
         chunk_tokens=args.chunk_size,
@@ -56,9 +58,17 @@ def _size(args: argparse.Namespace) -> int:
         users=args.users,
         tokens=args.tokens,
         longest=args.longest or args.tokens,
+        batched_tokens=args.batched_tokens,
     )
-    found = size.as_facts(size.sizes(shape, load))
-    _show(args, found, readable={k: _readable(k, v) for k, v in found.items() if v != ""})
+    found = size.sizes(shape, load)
+    facts = size.as_facts(found)
+    told = {k: _readable(k, v) for k, v in facts.items() if v != "" and k != "caches"}
+    for cache in found.caches:
+        told[f"{cache.kind}:"] = (
+            f"{cache.layers} layers, objects of {_readable('object_bytes', cache.object_bytes)} in "
+            f"{cache.fragments} fragments, {cache.objects_per_prompt} a conversation"
+        )
+    _show(args, facts, readable=told)
     return 0
 
 
@@ -173,8 +183,14 @@ def _parser() -> argparse.ArgumentParser:
 def _add_size(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", help="config.json, its folder, or a name in the Hugging Face cache")
     sub.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    sub.add_argument("--dtype", default="auto", help="as vLLM's")
     sub.add_argument("--kv-dtype", default="auto", help="as vLLM's --kv-cache-dtype")
-    sub.add_argument("--block-size", type=int, default=16, help="of vLLM")
+    sub.add_argument(
+        "--block-size",
+        type=int,
+        default=16,
+        help="of vLLM; with recurrent layers the least it may be",
+    )
     sub.add_argument("--chunk-size", type=int, default=0, help="of the connector")
     sub.add_argument("--shared-memory-size", type=_bytes, default=6 * GiB, metavar="BYTES")
     sub.add_argument("--fragment-size", type=_bytes, default=261120, metavar="BYTES")
@@ -182,6 +198,9 @@ def _add_size(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--users", type=int, default=100, help="conversations to keep")
     sub.add_argument("--tokens", type=int, default=16384, help="tokens of each")
     sub.add_argument("--longest", type=int, default=0, help="longest prompt; default: --tokens")
+    sub.add_argument(
+        "--batched-tokens", type=int, default=8192, help="vLLM's --max-num-batched-tokens"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,53 +1,38 @@
 """How much ring and card a model needs, from its config.json alone.
 
-    config.json ─► bytes of a token in one layer ─► object (io_size) ─► ring, card
-
-An object is one chunk of one layer, all ranks together (docs/keys.md). Knows no torch and no
-vLLM; a test compares with what the ranks of a real configuration declare.
+shapes.model_shape() ─► sizes(): objects of a chunk ─► io_size ─► ring, card
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
+from adp_kv.cli.shapes import CacheKind, ModelShape
 from adp_kv.errors import ConfigError
 from adp_kv.ring.header import divide
 from adp_kv.units import KiB, align_up, ceil_div
 
 DEFAULT_CHUNK_TOKENS = 256
 MAX_RING_BYTES = 64 << 30
-_ITEM_BYTES = {
-    "float32": 4,
-    "float16": 2,
-    "half": 2,
-    "bfloat16": 2,
-    "fp8": 1,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-}
-_FP8_DS_MLA_BYTES = 656  # of a token: vLLM's packed latent with its scales
-_NOT_ATTENTION = ("linear", "mamba", "recurrent", "conv", "rwkv")
 
 
 @dataclass(frozen=True, slots=True)
-class CacheShape:
-    """KV cache of one token in one layer, all ranks together.
+class CacheSizes:
+    """What one kind of cache comes to.
 
     Attributes:
-        kind: "MLA" or "attention".
-        num_layers: with a cache.
-        token_bytes: of distinct bytes; ranks that hold the same heads count once.
-        note: what the reader should know; empty if nothing.
+        layers: with such a cache.
+        object_bytes, fragments: of one object.
+        objects_per_prompt: of each layer, of a conversation that is kept.
+        longest_get: objects that the longest prompt asks for at once, of one layer.
     """
 
     kind: str
-    num_layers: int
-    token_bytes: int
-    note: str = ""
+    layers: int
+    object_bytes: int
+    fragments: int
+    objects_per_prompt: int
+    longest_get: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +41,7 @@ class Sizes:
 
     kind: str
     layers: int
+    block_tokens: int
     chunk_tokens: int
     bytes_per_token: int
     io_size: int
@@ -69,89 +55,8 @@ class Sizes:
     stored_bytes_per_token: int
     prompt_bytes: int
     card_capacity_bytes: int
+    caches: tuple[CacheSizes, ...]
     note: str
-
-
-def read_config(model: str) -> dict[str, Any]:
-    """Return a model's config.json: of a file, a folder, or a name in the Hugging Face cache.
-
-    Raises:
-        ConfigError: There is none, or it is no JSON object; names where it was looked for.
-    """
-    tried = [Path(model), Path(model) / "config.json"]
-    cached = Path("~/.cache/huggingface/hub").expanduser() / f"models--{model.replace('/', '--')}"
-    tried += sorted(cached.glob("snapshots/*/config.json"))[-1:]
-    path = next((path for path in tried if path.is_file()), None)
-    if path is None:
-        raise ConfigError(
-            f"{model}: no config.json there, nor in {cached}; give the path of the file, or fetch "
-            f"it: huggingface-cli download {model} config.json"
-        )
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: not a model's config.json")
-    # Models with pictures keep the language model's numbers one level down.
-    inner = config.get("text_config")
-    return config | inner if isinstance(inner, dict) else config
-
-
-def cache_shape(config: Mapping[str, Any], kv_dtype: str, tp_size: int) -> CacheShape:
-    """Return what a model keeps of a token.
-
-    Args:
-        config: of read_config().
-        kv_dtype: as vLLM's --kv-cache-dtype; "auto" is the model's own.
-        tp_size: tensor-parallel ranks.
-
-    Raises:
-        ConfigError: A number is missing, or a kind of layer this can't size.
-    """
-    kinds = [str(kind) for kind in config.get("layer_types") or []]
-    strange = sorted({k for k in kinds if any(word in k for word in _NOT_ATTENTION)})
-    if strange or "ssm_state_size" in config or "mamba_d_state" in config:
-        raise ConfigError(
-            f"layers of kind {', '.join(strange) or 'mamba'}: their states can't be sized from "
-            "config.json; the gateway logs io_size when the engine joins"
-        )
-    note = ""
-    if any("full" not in kind for kind in kinds) or config.get("sliding_window"):
-        note = "sliding-window layers are counted like full ones"
-    num_layers = _number(config, "num_hidden_layers")
-    if config.get("kv_lora_rank"):
-        if config.get("index_head_dim"):
-            note = "the DSA indexer's cache is not counted: about a fifth more"
-        width = _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
-        packed = kv_dtype == "fp8_ds_mla"
-        token = _FP8_DS_MLA_BYTES if packed else width * _item_bytes(config, kv_dtype)
-        return CacheShape("MLA", num_layers, token, note)
-    heads = int(config.get("num_key_value_heads") or _number(config, "num_attention_heads"))
-    size = config.get("head_dim") or (
-        _number(config, "hidden_size") // _number(config, "num_attention_heads")
-    )
-    # Heads that do not divide evenly among the ranks are stored by every rank for itself.
-    stored = heads if heads % tp_size == 0 or tp_size % heads == 0 else tp_size
-    token = 2 * stored * int(size) * _item_bytes(config, kv_dtype)
-    return CacheShape("attention", num_layers, token, note)
-
-
-def _number(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"config.json has no {name}: is it a language model's?")
-    return value
-
-
-def _item_bytes(config: Mapping[str, Any], kv_dtype: str) -> int:
-    name = kv_dtype
-    if name == "auto":
-        name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-        # vLLM runs a float32 checkpoint in bfloat16 on a GPU, unless --dtype says otherwise.
-    if name not in _ITEM_BYTES:
-        raise ConfigError(f"--kv-dtype {name}: one of auto, fp8_ds_mla, {', '.join(_ITEM_BYTES)}")
-    return _ITEM_BYTES[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +64,13 @@ class Load:
     """What is to be served and kept.
 
     Attributes:
-        block_tokens, chunk_tokens: as vLLM and the connector are set; chunk 0: about 256.
+        block_tokens, chunk_tokens: as vLLM and the connector are set; chunk 0: about 256, or
+            with recurrent layers vLLM's block.
         shared_memory_size: of the gateway.
         fragment_size, slot_bytes: of the card.
         users, tokens: how many conversations of how many tokens the card shall keep.
         longest: tokens of the longest prompt.
+        batched_tokens: vLLM's --max-num-batched-tokens: a long prompt leaves a state so often.
     """
 
     block_tokens: int
@@ -174,30 +81,33 @@ class Load:
     users: int
     tokens: int
     longest: int
+    batched_tokens: int = 8192
 
 
-def sizes(shape: CacheShape, load: Load) -> Sizes:
+def sizes(shape: ModelShape, load: Load) -> Sizes:
     """Return what a model needs for a load.
 
     Raises:
-        ConfigError: chunk_size is no multiple of the block size.
+        ConfigError: chunk_size does not fit the blocks.
         RingError: The ring holds not even one object a direction; says what it needs.
     """
-    block = load.block_tokens
-    chunk = load.chunk_tokens or ceil_div(DEFAULT_CHUNK_TOKENS, block) * block
-    if chunk % block:
-        raise ConfigError(f"--chunk-size {chunk}: no multiple of the block size {block}")
-    io_size = chunk * shape.token_bytes
+    block = shape.block_tokens(load.block_tokens)
+    chunk = _chunk_tokens(shape, load, block)
+    chunks = load.tokens // chunk
+    caches = tuple(_cache_sizes(kind, load, block, chunk) for kind in shape.kinds)
+    io_size = max(cache.object_bytes for cache in caches)
     ring = divide(load.shared_memory_size, io_size, generation=1)
-    longest = max(1, load.longest // chunk)
-    fragments = ceil_div(io_size, load.fragment_size)
-    stored_chunk = shape.num_layers * fragments * load.slot_bytes
-    chunks = load.users * (load.tokens // chunk)
+    longest = max(cache.longest_get for cache in caches)
+    objects = [cache.layers * cache.objects_per_prompt for cache in caches]
+    stored = sum(
+        n * cache.fragments * load.slot_bytes for n, cache in zip(objects, caches, strict=True)
+    )
     return Sizes(
-        kind=shape.kind,
-        layers=shape.num_layers,
+        kind=" + ".join(kind.name for kind in shape.kinds),
+        layers=sum(kind.num_layers for kind in shape.kinds),
+        block_tokens=block,
         chunk_tokens=chunk,
-        bytes_per_token=shape.token_bytes * shape.num_layers,
+        bytes_per_token=sum(k.token_bytes * k.num_layers for k in shape.kinds if not k.window),
         io_size=io_size,
         slot_bytes=ring.slot_bytes,
         shared_memory_size=load.shared_memory_size,
@@ -208,12 +118,55 @@ def sizes(shape: CacheShape, load: Load) -> Sizes:
         recommended_shared_memory_size=min(
             MAX_RING_BYTES, align_up(2 * 2 * longest * ring.slot_bytes, 1 << 30)
         ),
-        fragments_per_object=fragments,
-        stored_bytes_per_token=stored_chunk // chunk,
-        prompt_bytes=(load.tokens // chunk) * chunk * shape.token_bytes * shape.num_layers,
-        card_capacity_bytes=chunks * stored_chunk,
-        note=shape.note,
+        fragments_per_object=ceil_div(io_size, load.fragment_size),
+        stored_bytes_per_token=stored // (chunks * chunk) if chunks else 0,
+        prompt_bytes=sum(n * c.object_bytes for n, c in zip(objects, caches, strict=True)),
+        card_capacity_bytes=load.users * stored,
+        caches=caches,
+        note="; ".join([*shape.notes, *_load_notes(shape, load, chunk, chunks)]),
     )
+
+
+def _chunk_tokens(shape: ModelShape, load: Load, block: int) -> int:
+    if shape.has_states:
+        if load.chunk_tokens not in {0, block}:
+            raise ConfigError(
+                f"--chunk-size {load.chunk_tokens}: with recurrent layers a chunk is vLLM's block, "
+                f"{block} tokens here; leave it out"
+            )
+        return block
+    chunk = load.chunk_tokens or ceil_div(DEFAULT_CHUNK_TOKENS, block) * block
+    if chunk % block:
+        raise ConfigError(f"--chunk-size {chunk}: no multiple of the block size {block}")
+    return chunk
+
+
+def _cache_sizes(kind: CacheKind, load: Load, block: int, chunk: int) -> CacheSizes:
+    object_bytes = kind.object_bytes(block, chunk)
+    chunks, longest = load.tokens // chunk, max(1, load.longest // chunk)
+    depth = kind.part(block, chunk).depth
+    if kind.state_bytes:  # one where a step ends: each a whole number of chunks
+        chunks = ceil_div(chunks, max(1, load.batched_tokens // chunk))
+    return CacheSizes(
+        kind=kind.name,
+        layers=kind.num_layers,
+        object_bytes=object_bytes,
+        fragments=ceil_div(object_bytes, load.fragment_size),
+        objects_per_prompt=chunks,
+        longest_get=longest if depth is None else min(longest, depth),
+    )
+
+
+def _load_notes(shape: ModelShape, load: Load, chunk: int, chunks: int) -> list[str]:
+    notes = []
+    if not chunks:
+        notes.append(f"conversations of {load.tokens} tokens fill no chunk of {chunk}")
+    if shape.has_states:
+        notes.append(
+            f"states are counted as one every {load.batched_tokens} tokens "
+            "(--max-num-batched-tokens): further turns, and decoding, leave more, up to one a chunk"
+        )
+    return notes
 
 
 def as_facts(found: Sizes) -> dict[str, object]:

@@ -116,6 +116,12 @@ def _check_recurrent(vllm_config: Any, settings: ConnectorSettings, block_tokens
             "speculative decoding with recurrent states (Mamba-type layers) is not available in "
             "this release of adp-kv: remove --speculative-config, or the connector"
         )
+    if settings.reconnect:
+        raise ConfigError(
+            "reconnect = true with recurrent states (Mamba-type layers): only engines whose layers "
+            "are all attention take up a restarted gateway; remove it, and restart gateway and "
+            "engine together"
+        )
     if settings.load_mode == "layerwise":
         raise ConfigError(
             "load_mode = layerwise with recurrent states (Mamba-type layers): vLLM copies a state "

@@ -73,24 +73,8 @@ class Deployment:
         self.address = self.gateway.address
 
     def connector(self, policy: str | None = None, **settings: object) -> dict[str, Any]:
-        """Return a --kv-transfer-config for this gateway.
-
-        Args:
-            policy: kv_load_failure_policy.
-            settings: of the connector; chunk_size is 256 by default.
-        """
-        # Where the ranks of a CPU engine spin on every core, the kernel was seen to keep a
-        # gateway waiting for its turn for nine seconds: longer than a deployment should wait.
-        defaults = {"gateway": self.address, "chunk_size": 256}
-        patience = {"lookup_timeout_s": 30.0, "gateway_timeout_s": 60.0, "load_timeout_s": 60.0}
-        extra = defaults | patience | settings
-        config: dict[str, Any] = {
-            "kv_connector": "AdpConnector",
-            "kv_connector_module_path": "adp_kv.connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        }
-        return config | ({"kv_load_failure_policy": policy} if policy else {})
+        """Return transfer_config() for this gateway."""
+        return transfer_config(self.address, policy, **settings)
 
     def counters(self) -> dict[str, int]:
         """Return the gateway's counters."""
@@ -150,6 +134,29 @@ class Deployment:
         trace: TracebackType | None,
     ) -> None:
         self.gateway.close()
+
+
+def transfer_config(
+    address: str | None, policy: str | None = None, **settings: object
+) -> dict[str, Any]:
+    """Return a --kv-transfer-config for a gateway.
+
+    Args:
+        address: of the gateway.
+        policy: kv_load_failure_policy.
+        settings: of the connector; chunk_size is 256 by default.
+    """
+    # Where the ranks of a CPU engine spin on every core, the kernel was seen to keep a
+    # gateway waiting for its turn for nine seconds: longer than a deployment should wait.
+    defaults = {"gateway": address, "chunk_size": 256}
+    patience = {"lookup_timeout_s": 30.0, "gateway_timeout_s": 60.0, "load_timeout_s": 60.0}
+    config: dict[str, Any] = {
+        "kv_connector": "AdpConnector",
+        "kv_connector_module_path": "adp_kv.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": defaults | patience | settings,
+    }
+    return config | ({"kv_load_failure_policy": policy} if policy else {})
 
 
 def prompt(seed: int, length: int) -> list[int]:

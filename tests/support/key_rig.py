@@ -81,10 +81,15 @@ class Asked:
         self.chunks = chunks
 
 
-def chunk_keys(setup):
-    """Return the chunk keys of the setup's request: uint64 [n, 2]."""
+def chunk_keys(setup, geometry=None):
+    """Return the chunk keys of the setup's request: uint64 [n, 2].
+
+    Args:
+        setup: of the engine and the request.
+        geometry: as a gateway told it; worked out here where there is none.
+    """
     with mock.patch.dict(os.environ, {"PYTHONHASHSEED": "0"} | setup.environment):
-        return _chunk_keys(setup)
+        return _chunk_keys(setup, geometry)
 
 
 def keys(setup):
@@ -97,7 +102,7 @@ def keys(setup):
     return {key.tobytes() for array in every for key in array}
 
 
-def _chunk_keys(setup):
+def _chunk_keys(setup, geometry):
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core import kv_cache_utils
 
@@ -112,7 +117,7 @@ def _chunk_keys(setup):
     patches = {"FORMAT_VERSION": view.FORMAT_VERSION} | setup.patches
     with mock.patch.multiple(view, **patches):
         engine = view.view_engine(config, cache_config, settings)
-    client = Asked(_geometry(setup, config, engine))
+    client = Asked(geometry or _geometry(setup, config, engine))
     with mock.patch.object(scheduler_side, "LookupClient", client):
         side = scheduler_side.SchedulerSide(engine, settings, digest(engine.facts))
     side.on_new_request(_request(setup, engine, hash_fn, kv_cache_utils))

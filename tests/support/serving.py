@@ -325,17 +325,18 @@ class Serving:
     Args:
         card: not yet open; a memory card by default.
         clock: of the server.
-        settings: the gateway's, by name.
+        kind: what the settings call the card; fragment_size follows from it.
+        settings: the gateway's others, by name.
     """
 
-    def __init__(self, card=None, clock=time.monotonic, **settings):
+    def __init__(self, card=None, clock=time.monotonic, kind="memory", **settings):
         self.folder = Path(tempfile.mkdtemp(prefix="adp-serving-"))
         address = f"ipc://{self.folder}/s"
         usual = {
             "listen": address,
             "ring_name": f"test-{os.getpid()}-{next(_numbers)}",
             "shared_memory_size": 64 * 4096,
-            "card": "memory",
+            "card": kind,
         }
         self.settings = Settings(**(usual | settings))
         self.address = self.settings.listen

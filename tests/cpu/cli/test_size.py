@@ -5,7 +5,9 @@ import json
 import pytest
 
 from adp_kv.cli import main
-from adp_kv.cli.size import Load, cache_shape, read_config, sizes
+from adp_kv.cli.model_config import read_config
+from adp_kv.cli.shapes import CacheKind, model_shape
+from adp_kv.cli.size import Load, sizes
 from adp_kv.errors import ConfigError, RingError
 from adp_kv.units import GiB
 from tests.support import tiny_models
@@ -43,8 +45,8 @@ def load(**how):
 
 
 def test_llama_8b_by_hand():
-    shape = cache_shape(LLAMA_8B, "auto", 1)
-    assert (shape.kind, shape.num_layers, shape.token_bytes) == ("attention", 32, 2 * 8 * 128 * 2)
+    shape = model_shape(LLAMA_8B, "auto", 1)
+    assert shape.kinds == (CacheKind("attention", 32, 2 * 8 * 128 * 2),)
     found = sizes(shape, load(users=10, tokens=1000, longest=131072))
     assert found.bytes_per_token == 131072
     assert found.io_size == 1 << 20
@@ -58,38 +60,41 @@ def test_llama_8b_by_hand():
 
 def test_deepseek_v3_by_hand():
     """47,000 objects of a 196,000-token prompt: decisions' own figure."""
-    shape = cache_shape(DEEPSEEK_V3, "auto", 8)
-    assert (shape.kind, shape.token_bytes) == ("MLA", 576 * 2)
+    shape = model_shape(DEEPSEEK_V3, "auto", 8)
+    assert shape.kinds == (CacheKind("MLA", 61, 576 * 2),)
     found = sizes(shape, load(longest=196_000))
     assert found.longest_get_slots * found.layers == pytest.approx(47_000, rel=0.01)
-    assert cache_shape(DEEPSEEK_V3, "fp8", 8).token_bytes == 576
-    assert cache_shape(DEEPSEEK_V3, "fp8_ds_mla", 8).token_bytes == 656
+    assert model_shape(DEEPSEEK_V3, "fp8", 8).kinds[0].token_bytes == 576
+    assert model_shape(DEEPSEEK_V3, "fp8_ds_mla", 8).kinds[0].token_bytes == 656
 
 
 @pytest.mark.parametrize(("tp", "stored"), [(1, 8), (4, 8), (8, 8), (16, 8), (3, 3), (32, 8)])
 def test_heads_are_stored_once_where_ranks_share_them(tp, stored):
-    assert cache_shape(LLAMA_8B, "auto", tp).token_bytes == 2 * stored * 128 * 2
+    (kind,) = model_shape(LLAMA_8B, "auto", tp).kinds
+    assert kind.token_bytes == 2 * stored * 128 * 2
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
-        ({"mamba_d_state": 16}, "mamba"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "model_type unknown"),
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "kind chunked_attention"),
+        ({"layer_types": ["mamba", "attention"], "model_type": "bamba"}, "bamba.*granite"),
+        ({"layer_types": ["conv"], "model_type": "lfm2", "conv_dim": 64}, "recurrent layers alone"),
         ({"num_hidden_layers": None}, "no num_hidden_layers"),
         ({"torch_dtype": "int3"}, "--kv-dtype int3"),
     ],
 )
 def test_what_can_not_be_sized_is_named(changes, message):
     with pytest.raises(ConfigError, match=message):
-        cache_shape(LLAMA_8B | changes, "auto", 1)
+        model_shape(LLAMA_8B | changes, "auto", 1)
 
 
 def test_too_small_a_ring_says_what_it_needs():
     with pytest.raises(RingError, match="at least 2097152"):
-        sizes(cache_shape(LLAMA_8B, "auto", 1), load(shared_memory_size=1 << 20))
+        sizes(model_shape(LLAMA_8B, "auto", 1), load(shared_memory_size=1 << 20))
     with pytest.raises(ConfigError, match="no multiple of the block size 16"):
-        sizes(cache_shape(LLAMA_8B, "auto", 1), load(chunk_tokens=100))
+        sizes(model_shape(LLAMA_8B, "auto", 1), load(chunk_tokens=100))
 
 
 def test_config_is_found_by_file_folder_and_cache(tmp_path, monkeypatch):
@@ -124,7 +129,8 @@ def test_size_is_what_ranks_declare_and_the_gateway_says(tmp_path, tp):
     engine = {"tensor_parallel_size": tp}
     said = hellos(Setup(str(tmp_path), engine=engine, num_layers=4))
     found = sizes(
-        cache_shape(config, "auto", tp), load(block_tokens=32, shared_memory_size=64 << 20)
+        model_shape(config, "auto", tp, "float32"),
+        load(block_tokens=32, shared_memory_size=64 << 20),
     )
     with Gateway.serve(shared_memory_size=64 << 20, card_options={"capacity_bytes": "1MiB"}) as g:
         ranks = [Rank(g.address, hello.rank) for hello in said]
@@ -147,5 +153,6 @@ def test_command_line_tells_json_and_text(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "io size" in out
     assert "1048576 (1.0 MiB)" in out
+    assert "attention:" in out
     assert main.main(["size", str(tmp_path / "nothing")]) == 2
     assert "no config.json there" in capsys.readouterr().err

@@ -127,12 +127,19 @@ def test_failed_restores_on_a_vllm_that_takes_no_failed_requests(vllm, monkeypat
         ({"load_mode": "layerwise"}, None, "use load_mode async or auto"),
         ({"chunk_size": 128}, None, "keeps one every 64 tokens; use 64"),
         ({}, SimpleNamespace(method="mtp"), "speculative decoding with recurrent states"),
+        ({"reconnect": True}, None, "reconnect = true with recurrent states.*remove it"),
     ],
 )
 def test_what_can_not_be_right_with_states_is_refused(vllm, settings, speculative, message):
     config = groups_of(vllm, attention(vllm), state(vllm))
     with pytest.raises(ConfigError, match=message):
         engine_of(vllm, config, ConnectorSettings(**settings), speculative)
+
+
+def test_windows_may_reconnect(vllm):
+    window = attention(vllm, "SlidingWindowSpec", sliding_window=129)
+    for config in (groups_of(vllm, attention(vllm)), groups_of(vllm, attention(vllm), window)):
+        engine_of(vllm, config, ConnectorSettings(reconnect=True))
 
 
 def test_states_of_which_no_copies_are_kept_are_refused(vllm):

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.support.deployment import Deployment, off_lines, prompt
+from tests.support.engine import Engine
 from tests.support.process import ChildError, wait_until
 
 pytestmark = pytest.mark.vllm
@@ -82,3 +83,31 @@ def test_restarted_gateway_is_taken_up_with_reconnect(engine, want, tmp_path):
         assert off_lines(engine.child.log()) == before + 2
         assert engine.child.log().count("cache is back on this rank") == 2
         assert say(engine, OTHER) == (want[1], 2 * CHUNK)
+
+
+@pytest.mark.slow
+def test_restarted_gateway_is_taken_up_by_both_ranks(want, tmp_path):
+    """At TP 2, scheduler and workers in processes of their own; what both lives stored is found."""
+    with Deployment(tmp_path) as deployment, Engine(separate_core=True) as engine:
+        connector = deployment.connector(chunk_size=CHUNK, reconnect=True, connect_timeout_s=20)
+        engine.start("llama", connector, tensor_parallel_size=2)
+        assert say(engine, PROMPT) == (want[0], 0)
+        deployment.wait_committed(3)
+        for life in (1, 2):
+            deployment.kill9()
+            assert say(engine, PROMPT) == (want[0], 0)
+            wait_until(
+                lambda: off_lines(engine.child.log()) == 2 * life,  # noqa: B023
+                30,
+                "both ranks are off, once",
+            )
+            deployment.restart()
+            wait_until(lambda: say(engine, PROMPT) == (want[0], 3 * CHUNK), 90, "hits are back")
+            assert engine.child.log().count("cache is back on this rank") == 2 * life
+            if life == 1:
+                assert say(engine, OTHER) == (want[1], 0)
+                deployment.wait_committed(2)
+        wait_until(
+            lambda: say(engine, OTHER) == (want[1], 2 * CHUNK), 90, "a hit of the life before"
+        )
+        assert off_lines(engine.child.log()) == 4
