@@ -18,7 +18,8 @@ from tests.support.process import free_port
 # Once in a process, when the wheel is loaded.
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 
-START_S = 15
+START_S = 30
+STARTS = 3  # a free port may be taken by the time it is used
 HOST = "127.0.0.1"
 SEGMENT_BYTES = 16 * MiB  # the least that the engine takes
 
@@ -57,15 +58,14 @@ class MooncakeStore:
     def __init__(self, segment_bytes=SEGMENT_BYTES, **flags):
         self._dir = Path(tempfile.mkdtemp(prefix="adp-mooncake-"))
         self._segment_bytes = segment_bytes
-        self._port, self._metrics_port, self._holder_port = free_port(), free_port(), free_port()
         self._flags = {
             "rpc_address": HOST,
-            "rpc_port": self._port,
             "metrics_host": HOST,
-            "metrics_port": self._metrics_port,
             "enable_metric_reporting": "false",
             "client_ttl": 60,  # seconds until a holder that died is noticed, or one that starves
         } | flags
+        self._take_ports()
+        self._holder_port = free_port()
         self.master = None
         self.holder = None
         self._client = None
@@ -77,12 +77,23 @@ class MooncakeStore:
     def start(self):
         check_libraries()
         try:
-            self.start_master()
+            for left in reversed(range(STARTS)):
+                try:
+                    self.start_master()
+                    break
+                except RuntimeError:
+                    if not left or self.master.poll() is None:
+                        raise
+                    self._take_ports()
             self.start_holder()
         except BaseException:
             self.stop()
             raise
         return self
+
+    def _take_ports(self):
+        self._port, self._flags["metrics_port"] = free_port(), free_port()
+        self._flags["rpc_port"] = self._port
 
     def start_master(self):
         flags = [f"--{name}={value}" for name, value in self._flags.items()]
@@ -156,7 +167,7 @@ class MooncakeStore:
 
     def _ask(self, path):
         with contextlib.suppress(OSError):
-            url = f"http://{HOST}:{self._metrics_port}/{path}"
+            url = f"http://{HOST}:{self._flags['metrics_port']}/{path}"
             with urllib.request.urlopen(url, timeout=1) as answer:
                 return answer.read().decode()
         return None
