@@ -3,6 +3,7 @@
 import importlib
 import signal
 import sys
+import threading
 import types
 
 import numpy as np
@@ -294,9 +295,7 @@ def test_master_that_comes_back_is_found_again(store, drive, caplog):
     assert driver.read(keys, [5000] * 4)[0] == [IO_ERROR] * 4
     assert driver.delete(keys) == [IO_ERROR] * 4
     assert driver.card.stats()["masters_lost"] == 1
-    warnings = [r for r in caplog.records if r.levelname == "WARNING"]
-    assert len(warnings) == 1
-    assert store.address in warnings[0].getMessage()
+    assert f"master {store.address}: EXIST failed for 4 of 4 entries" in caplog.text
     store.start_master()
     wait_until(lambda: driver.exist(keys) == [ABSENT] * 4, 20, "the master answers")
     assert driver.read(keys, [5000] * 4)[0] == [ABSENT] * 4
@@ -323,7 +322,8 @@ def test_silent_holder_fails_and_writes_nothing_later(store, drive):
     driver.write(keys, [size] * 4)
     offsets = [driver.arena.place(size) for _ in keys]
     store.signal(store.holder, signal.SIGSTOP)
-    assert driver.run(Op.READ, keys, offsets, [size] * 4) == [IO_ERROR] * 4
+    token = driver.start(Op.READ, keys, offsets, [size] * 4)
+    assert driver.wait(token, 12).tolist() == [IO_ERROR] * 4
     driver.arena.bytes[:] = 0x77  # ours again: nothing may land here any more
     store.signal(store.holder, signal.SIGCONT)
     again = random_keys(4, seed=1)
@@ -352,6 +352,42 @@ def test_close_beside_a_silent_master_answers_all(store):
     driver.close()
     assert set(tokens) == set(driver.answers)
     assert all((status == IO_ERROR).all() for status, _ in driver.answers.values())
+
+
+def test_close_asks_nothing_more_of_the_engine(mooncake_store, monkeypatch):
+    driver = Driver(mooncake_card(mooncake_store.address, threads=1, close_timeout_s=0.1))
+    keys, go, asked, inner = random_keys(2), threading.Event(), [], Engine.exist
+
+    def slow(self, names):
+        asked.append(names)
+        assert go.wait(20)
+        return inner(self, names)
+
+    monkeypatch.setattr(Engine, "exist", slow)
+    tokens = [driver.start(Op.EXIST, keys) for _ in range(5)]
+    wait_until(lambda: asked, 5, "the first is under way")
+    (lanes,) = driver.card._lanes
+    closing = threading.Thread(target=driver.close)
+    closing.start()
+    wait_until(lambda: lanes._stopping, 5, "close() has given up waiting")
+    go.set()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert len(asked) == 1
+    answers = [driver.wait(token).tolist() for token in tokens]
+    assert answers == [[ABSENT] * 2] + [[IO_ERROR] * 2] * 4
+
+
+def test_failure_is_said_once_until_it_is_over(driver, monkeypatch, caplog):
+    keys = random_keys(2)
+    for times in (1, 2):
+        with monkeypatch.context() as broken:
+            broken.setattr(Engine, "exist", lambda *_: np.full(2, -1, dtype=np.int64))
+            for _ in range(5):
+                assert driver.exist(keys) == [IO_ERROR] * 2
+        said = [r for r in caplog.records if "EXIST failed for 2 of 2" in r.getMessage()]
+        assert [r.levelname for r in said].count("WARNING") == times
+        assert driver.exist(keys) == [ABSENT] * 2
 
 
 def test_engine_that_throws_fails_its_part_alone(driver, monkeypatch, caplog):
