@@ -29,9 +29,12 @@ from benchmarks._engines import cpu_usage
 from benchmarks._results import Results, argument_parser
 from gateway.cards.base import Batch, Card, Op
 from gateway.cards.memory import MemoryCard, MemorySettings
+from gateway.cards.mooncake.card import MooncakeCard
+from gateway.cards.mooncake.settings import MooncakeSettings
 from gateway.cards.slab import SlabCard
 from gateway.cards.slab_settings import SlabSettings
 from tests.support.gateways import Gateway
+from tests.support.mooncake import MooncakeStore
 from tests.support.serving import Rank, put, random_chunks, welcome_all
 
 CODE = ("gateway",)
@@ -231,6 +234,23 @@ def measure_memory(results: Results, name: str, total: int) -> None:
         rig.close()
 
 
+def measure_mooncake(results: Results, name: str, total: int) -> None:
+    """A Mooncake store in processes beside this one, over TCP; CPU is the gateway's side alone."""
+    size, memory = SIZES[name], buffers(256 * MiB)
+    seen: dict[bool, list[tuple[Figure, list[float]]]] = {True: [], False: []}
+    for _ in range(ROUNDS):  # a store takes a key once, so each round has one of its own
+        with MooncakeStore(segment_bytes=total + total // 4 + 4 * BATCH_BYTES) as store:
+            settings = MooncakeSettings(masters=(store.address,))
+            rig = Rig(MooncakeCard(settings), memory, size, total)
+            for write in (True, False):
+                seen[write].append(rig.move(write=write))
+            rig.close()
+    for write, runs in seen.items():
+        way = f"card.mooncake-tcp.{'write' if write else 'read'}.{name}"
+        add(results, way, median([figure for figure, _ in runs]))
+        add_latencies(results, way, [took for _, some in runs for took in some])
+
+
 class Ranks:
     """A gateway process with the memory card, and ranks that take what it grants at once."""
 
@@ -328,6 +348,7 @@ def main() -> None:
             measure_slab(results, place, name, total, program)
             shutil.rmtree(place)
             measure_memory(results, name, total)
+            measure_mooncake(results, name, total)
         measure_gateway(results, quick=args.quick)
         count = 250_000 if args.quick else 8_000_000
         took_s, cpu_s = time_to_open(folder / "start", count)

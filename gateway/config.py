@@ -1,4 +1,4 @@
-"""Settings of the gateway: one table, one precedence, the only reader of the environment.
+"""Settings of the gateway: one table, one precedence, the only user of the environment.
 
     command line  >  environment ADP_GATEWAY_<NAME>  >  TOML file (--config)  >  default
 
@@ -26,6 +26,7 @@ from adp_kv.wire.messages import DEFAULT_PORT
 
 FRAGMENT_SIZES = {"local": 261120, "remote": 131072}
 _UNCUT = 1 << 31
+_UNCUT_CARDS = frozenset({"memory", "mooncake"})
 ENV_PREFIX = "ADP_GATEWAY_"
 
 _UNITS = {"": 1, "b": 1}
@@ -43,9 +44,9 @@ HELP = {
     "io_size": "largest object the ring is cut for; 0: what the engine declares",
     "placement": "where the card is: local or remote (NVMe-oF); sets fragment_size",
     "fragment_size": "longest value of one key on the card; 0: 261120 local, 131072 remote, "
-    "and what it takes with the memory card",
+    "and what it takes with the memory and mooncake cards",
     "card": "kind of card: slab (files or block devices), nvme_kv (NVMe key-value namespaces), "
-    "resp (Valkey or Redis) or memory (RAM, not kept); docs/cards.md",
+    "resp (Valkey or Redis), mooncake (Mooncake Store) or memory (RAM, not kept); docs/cards.md",
     "card_options": "an option of the card, repeatable; docs/cards.md lists them",
     "batch_bytes": "ranks get slots in batches of at most this size, to overlap card and copy",
     "read_ahead_bytes": "ring space for first layers of prompts that still wait; 0: none",
@@ -112,8 +113,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def effective_fragment_size(self) -> int:
-        """fragment_size, or what the placement implies; RAM has no reason to cut objects."""
-        usual = _UNCUT if self.card == "memory" else FRAGMENT_SIZES[self.placement]
+        """fragment_size, or what the placement implies; some cards need no cutting."""
+        usual = _UNCUT if self.card in _UNCUT_CARDS else FRAGMENT_SIZES[self.placement]
         return self.fragment_size or usual
 
 
@@ -177,6 +178,17 @@ def load(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
         if card_options:
             merged["card_options"] = card_options
     return _build(merged)
+
+
+def export(values: Mapping[str, str], *, unless_set: Mapping[str, str]) -> None:
+    """Set variables of this process's environment, for libraries that have no other settings.
+
+    Args:
+        values: always set.
+        unless_set: set only where whoever started the gateway did not.
+    """
+    os.environ.update({name: text for name, text in unless_set.items() if name not in os.environ})
+    os.environ.update(values)
 
 
 def _build(given: Mapping[str, Any]) -> Settings:

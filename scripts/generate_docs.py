@@ -23,6 +23,7 @@ import gateway.config
 from adp_kv.metrics import ENGINE_METRICS, ENGINE_PREFIX, Metric
 from adp_kv.units import KiB, format_bytes
 from gateway.cards.memory import MemorySettings
+from gateway.cards.mooncake.settings import MooncakeSettings
 from gateway.cards.nvme.settings import NvmeKvSettings
 from gateway.cards.resp.settings import RespSettings
 from gateway.cards.slab_settings import SlabSettings
@@ -33,6 +34,7 @@ CARDS: dict[str, type[msgspec.Struct]] = {
     "slab": SlabSettings,
     "nvme_kv": NvmeKvSettings,
     "resp": RespSettings,
+    "mooncake": MooncakeSettings,
     "memory": MemorySettings,
 }
 

@@ -72,7 +72,7 @@ borrow_packages() {
         grep -e '-packages$' > "$(site_packages)/adp-borrowed.pth"
     # The tools come anew even where they can be borrowed: their commands must lie in .venv/bin.
     # shellcheck disable=SC2046
-    pip --ignore-installed $(grep -oE '^[a-z-]+==' "$CONSTRAINTS" | tr -d '=' | grep -vE 'vllm|triton')
+    pip --ignore-installed $(grep -oE '^[a-z-]+==' "$CONSTRAINTS" | tr -d '=' | grep -vE 'vllm|triton|mooncake')
 }
 
 install_engine_cpu() {
@@ -95,6 +95,46 @@ install_engine_cpu() {
     pip --no-deps triton
 }
 
+# What the programs of Mooncake's wheel need of the system and a bare machine may lack. It is put where
+# the wheel has its own libraries and its RPATH looks: no root is needed, and nobody else sees it.
+declare -A DEBIAN_PACKAGE=([libibverbs.so.1]=libibverbs1 [libnuma.so.1]=libnuma1 [libcurl.so.4]=libcurl4)
+
+lacking() { ldd "$(site_packages)/mooncake/mooncake_master" 2>/dev/null | awk '/not found/ {print $1}' | sort -u; }
+
+bring_libraries() {
+    local missing library packages=() folder
+    missing=$(lacking)
+    if [ -z "$missing" ]; then return; fi
+    for library in $missing; do packages+=("${DEBIAN_PACKAGE[$library]:-$library}"); done
+    say "Mooncake's wheel lacks $(echo $missing): fetching ${packages[*]} into $VENV"
+    folder=$(mktemp -d)
+    if download_debian "$folder" "${packages[@]}"; then
+        find "$folder/root" -name 'lib*.so.*' ! -name 'libc.so.*' \
+            -exec cp -dn -t "$(site_packages)/mooncake_transfer_engine_non_cuda.libs" {} +
+    fi
+    rm -rf "$folder"
+    missing=$(lacking)
+    [ -z "$missing" ] ||
+        say "warning: still without $(echo $missing): tests of the mooncake card will fail; as root: apt-get install ${packages[*]}"
+}
+
+# download_debian FOLDER PACKAGE...: unpack packages, and what they need that is not installed, in FOLDER/root.
+download_debian() {
+    local folder=$1 deb
+    shift
+    mkdir -p "$folder"/{archives/partial,lists/partial,root}
+    local options=(-qq -y -o Debug::NoLocking=1 -o "Dir::Cache::archives=$folder/archives" -o APT::Sandbox::User=root)
+    local get=(apt-get "${options[@]}" install --download-only --no-install-recommends)
+    if ! "${get[@]}" "$@" >/dev/null 2>&1; then
+        # The system's lists are missing or old; ours leave them as they are.
+        options+=(-o "Dir::State::lists=$folder/lists" -o "Dir::Cache=$folder")
+        get=(apt-get "${options[@]}" install --download-only --no-install-recommends)
+        apt-get "${options[@]}" update >/dev/null 2>&1
+        "${get[@]}" "$@" >/dev/null || return
+    fi
+    for deb in "$folder"/archives/*.deb; do dpkg -x "$deb" "$folder/root" || return; done
+}
+
 main() {
     PY=$(find_python)
     PICKED=$(pick_engine)
@@ -115,6 +155,7 @@ main() {
         pip -e '.[gateway,test,lint]'
         stamp project "$key"
     fi
+    bring_libraries
     say "$VENV is ready (engine: $PICKED)"
 }
 

@@ -87,6 +87,13 @@ def _resp(settings: Mapping[str, object]) -> Card:
     return RespCard(_convert(_listed(settings, "endpoints"), RespSettings))
 
 
+def _mooncake(settings: Mapping[str, object]) -> Card:
+    from gateway.cards.mooncake.card import MooncakeCard  # noqa: PLC0415
+    from gateway.cards.mooncake.settings import MooncakeSettings  # noqa: PLC0415
+
+    return MooncakeCard(_convert(_listed(settings, "masters"), MooncakeSettings))
+
+
 def _listed(settings: Mapping[str, object], name: str) -> Mapping[str, object]:
     """Let one name stand for a list of one, as a command line has it."""
     value = settings.get(name)
@@ -94,5 +101,11 @@ def _listed(settings: Mapping[str, object], name: str) -> Mapping[str, object]:
 
 
 _MAKERS: Final[Mapping[str, Callable[[Mapping[str, object]], Card]]] = MappingProxyType(
-    {"memory": _memory, "slab": _slab, "nvme_kv": _nvme_kv, "resp": _resp}
+    {
+        "memory": _memory,
+        "slab": _slab,
+        "nvme_kv": _nvme_kv,
+        "resp": _resp,
+        "mooncake": _mooncake,
+    }
 )

@@ -8,6 +8,8 @@ import numpy as np
 
 from gateway.cards.base import Batch, Op, Status
 from gateway.cards.memory import MemoryCard, MemorySettings
+from gateway.cards.mooncake.card import MooncakeCard
+from gateway.cards.mooncake.settings import MooncakeSettings
 from gateway.cards.nvme.card import NvmeKvCard
 from gateway.cards.nvme.settings import NvmeKvSettings
 from gateway.cards.resp.card import RespCard
@@ -64,6 +66,10 @@ def nvme_card(host, **changes):
 
 def resp_card(*endpoints, **changes):
     return RespCard(RespSettings(endpoints=endpoints, **changes))
+
+
+def mooncake_card(*masters, **changes):
+    return MooncakeCard(MooncakeSettings(masters=masters, **changes))
 
 
 def random_keys(n, seed=0):

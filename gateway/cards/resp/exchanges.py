@@ -1,10 +1,7 @@
 """What a part of a batch says to the server, and what its replies mean.
 
-    stored value = header (16 bytes) || value
-
-Byte map of a header, little-endian: u64 xxh3_64 of the value seeded with its key, u32
-value bytes, u16 format version, u16 magic. It travels in one SET or GET with the value,
-but goes through a buffer of its own: the value is sent from and received into the ring.
+The header (`gateway.cards.value_header`) travels in one SET or GET with the value, but goes
+through a buffer of its own: the value is sent from and received into the ring.
 
 Threads: the lane's that runs the part.
 Failure scope. An error reply concerns its entry: OOM is NO_SPACE, others are IO_ERROR.
@@ -13,7 +10,6 @@ It must not know sockets.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Final
@@ -32,10 +28,8 @@ from gateway.cards.resp.connection import (
     Reader,
     command,
 )
+from gateway.cards.value_header import HEADER, MAGIC, VERSION
 
-_HEADER: Final = struct.Struct("<QIHH")
-_VERSION: Final = 1
-_MAGIC: Final = int.from_bytes(b"kv", "little")
 _EOL_BYTES: Final = 2
 _MAX_BULK: Final = 1 << 30
 _NIL: Final = -1
@@ -123,7 +117,7 @@ def set_commands(entries: Entries, ttl_ms: int) -> list[Buffer]:
     for name, seed, address, length in zip(
         entries.names, entries.seeds, entries.addresses, entries.lengths, strict=True
     ):
-        header = _HEADER.pack(checksum_at(address, length, seed), length, _VERSION, _MAGIC)
+        header = HEADER.pack(checksum_at(address, length, seed), length, VERSION, MAGIC)
         start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b" % (
             num_words,
             len(name),
@@ -178,7 +172,7 @@ def read_values(reader: Reader, entries: Entries) -> Consumer:
         size = _bulk_size(line)
         if size == _NIL:
             part.status[row] = Status.ABSENT
-        elif size != _HEADER.size + length:
+        elif size != HEADER.size + length:
             yield from reader.skip(size + _EOL_BYTES)
             part.status[row] = Status.CORRUPT
         else:
@@ -186,10 +180,10 @@ def read_values(reader: Reader, entries: Entries) -> Consumer:
 
 
 def _value(reader: Reader, seed: int, address: int, length: int) -> Generator[None, None, Status]:
-    checksum, stored_length, version, magic = _HEADER.unpack((yield from reader.take(_HEADER.size)))
+    checksum, stored_length, version, magic = HEADER.unpack((yield from reader.take(HEADER.size)))
     yield from reader.into(memory_at(address, length))
     yield from reader.skip(_EOL_BYTES)
-    ours = (stored_length, version, magic) == (length, _VERSION, _MAGIC)
+    ours = (stored_length, version, magic) == (length, VERSION, MAGIC)
     same = ours and checksum_at(address, length, seed) == checksum
     return Status.OK if same else Status.CORRUPT
 

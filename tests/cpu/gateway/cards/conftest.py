@@ -6,13 +6,16 @@ from tests.support.cards import (
     SLOTS,
     Driver,
     memory_card,
+    mooncake_card,
     nvme_card,
     nvme_host,
     resp_card,
     slab_card,
 )
+from tests.support.mooncake import MooncakeStore
 from tests.support.valkey import ValkeyServer
 
+MOONCAKE_BALLAST = 24  # long values, in the least segment that there is
 needs_uring = pytest.mark.skipif(probe() is not None, reason=f"no io_uring here: {probe()}")
 
 
@@ -43,6 +46,11 @@ def resp(transport):
     return pytest.param(make, id=f"resp-{transport}")
 
 
+def mooncake(request, num_databases=1):
+    address = request.getfixturevalue("mooncake_store").address
+    return mooncake_card(*(f"{address}?space={i}" for i in range(num_databases)))
+
+
 MAKERS = [
     memory("memory"),
     memory("memory-verify", verify=True),
@@ -52,14 +60,17 @@ MAKERS = [
     *(nvme(d, e) for d in ("standard", "block") for e in ("io_uring", "ioctl")),
     resp("unix"),
     resp("tcp"),
+    pytest.param(mooncake, id="mooncake"),
 ]
+SERVERS = {"resp": "valkey_process", "mooncake": "mooncake_process"}
 
 
 def pytest_collection_modifyitems(items):
-    """Start the server before the fixture that counts what a test leaves behind."""
+    """Start a server before the fixture that counts what a test leaves behind."""
     for item in items:
-        if "make_card" in item.fixturenames and "resp" in item.callspec.id:
-            item.fixturenames.insert(0, "valkey_process")
+        for kind, process in SERVERS.items():
+            if "make_card" in item.fixturenames and kind in item.callspec.id:
+                item.fixturenames.insert(0, process)
 
 
 @pytest.fixture(params=MAKERS)
@@ -71,7 +82,13 @@ def make_card(request):
 @pytest.fixture
 def has_slots(request):
     """Whether the card of make_card takes exactly SLOTS values, of whatever length."""
-    return "resp" not in request.node.callspec.id
+    return not any(kind in request.node.callspec.id for kind in SERVERS)
+
+
+@pytest.fixture
+def replaces(request):
+    """Whether the card of make_card stores a value anew under a key that has one."""
+    return "mooncake" not in request.node.callspec.id
 
 
 @pytest.fixture(scope="session")
@@ -88,6 +105,23 @@ def valkey(valkey_process):
     """That server, empty."""
     valkey_process.client.flushall()
     return valkey_process
+
+
+@pytest.fixture(scope="session")
+def mooncake_process():
+    """A store for tests that do no harm to it; it evicts nothing."""
+    with MooncakeStore(eviction_high_watermark_ratio=1.0, eviction_ratio=0.0) as store:
+        yield store
+
+
+@pytest.fixture
+def mooncake_store(mooncake_process):
+    """That store, with room for about SLOTS long values and nothing else of the tests'."""
+    client = mooncake_process.client
+    assert client.remove_all(True) >= 0
+    for i in range(MOONCAKE_BALLAST):
+        assert client.put(f"ballast-{i}", bytes(SLOT_BYTES)) == 0, "the store is full or gone"
+    return mooncake_process
 
 
 @pytest.fixture

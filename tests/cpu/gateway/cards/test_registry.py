@@ -10,7 +10,7 @@ from tests.support.cards import nvme_host, random_keys
 
 
 @pytest.fixture
-def settings(tmp_path, valkey, monkeypatch):
+def settings(tmp_path, valkey, mooncake_store, monkeypatch):
     """Settings of each kind, as a command line gives them."""
     monkeypatch.setattr("gateway.cards.nvme.card.KernelHost", nvme_host)
     return {
@@ -18,6 +18,7 @@ def settings(tmp_path, valkey, monkeypatch):
         "slab": {"capacity_bytes": 1 << 20, "path": str(tmp_path / "c")},
         "nvme_kv": {"devices": "/dev/ng0n1"},
         "resp": {"endpoints": valkey.unix},
+        "mooncake": {"masters": mooncake_store.address},
     }
 
 
@@ -33,7 +34,9 @@ def test_card_made_by_kind_works(kind, settings, drive):
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        pytest.param("disk", {}, "'disk': unknown; one of memory, slab, nvme_kv, resp", id="kind"),
+        pytest.param(
+            "disk", {}, "'disk': unknown; one of memory, slab, nvme_kv, resp, mooncake", id="kind"
+        ),
         pytest.param("memory", {}, "memory card.*--card-option capacity_bytes=", id="missing"),
         pytest.param("memory", {"capacity_bytes": 1 << 20, "sped": 1}, "sped", id="unknown"),
         pytest.param("memory", {"capacity_bytes": "1 GB"}, r"capacity_bytes", id="type"),
@@ -52,6 +55,7 @@ def test_card_made_by_kind_works(kind, settings, drive):
         ),
         pytest.param("resp", {"endpoints": "h:1"}, "resp card: endpoints", id="resp-endpoint"),
         pytest.param("resp", {"endpoints": "tcp://h:1", "password": 1}, "password", id="resp-type"),
+        pytest.param("mooncake", {"masters": "h"}, "mooncake card: masters", id="mooncake-master"),
     ],
 )
 def test_wrong_settings_are_named(kind, settings, message):
@@ -62,7 +66,7 @@ def test_wrong_settings_are_named(kind, settings, message):
 def test_registry_alone_imports_no_card():
     code = (
         "import sys, gateway.cards.registry as r; r.card_kinds();"
-        "kinds = ('slab', 'nvme', 'resp', 'memory');"
+        "kinds = ('slab', 'nvme', 'resp', 'mooncake', 'memory');"
         "names = [m for k in kinds for m in sys.modules if m.startswith('gateway.cards.' + k)];"
         "sys.exit(bool(names) or 'xxhash' in sys.modules)"
     )

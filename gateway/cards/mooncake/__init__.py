@@ -1,0 +1,1 @@
+"""The card over Mooncake Store; see `gateway.cards.mooncake.card`."""
