@@ -15,7 +15,7 @@ from adp_kv.config import connector_settings
 from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata
 from adp_kv.connector.scheduler import SchedulerSide
 from adp_kv.connector.stats import AdpPromMetrics, AdpStats
-from adp_kv.connector.vllm_view import view_engine
+from adp_kv.connector.vllm_view import log_as_vllm, view_engine
 from adp_kv.connector.worker import WorkerSide
 from adp_kv.layout.fingerprint import digest
 from adp_kv.wire.curve import read_keys
@@ -26,6 +26,7 @@ class AdpConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_as_vllm()
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         settings = connector_settings(extra)
         read_keys(settings.key_file)  # a wrong one ends the start, not the cache later

@@ -7,6 +7,7 @@ numbers. Features are probed for, versions are not compared.
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import sys
 from bisect import bisect_left
@@ -69,6 +70,16 @@ class EngineView:
     def hashes_per_chunk(self) -> int:
         """Block hashes of a chunk; the last one names it."""
         return self.chunk_tokens // self.hash_tokens
+
+
+def log_as_vllm() -> None:
+    """Let our lines go where vLLM's go, unless somebody has said where: INFO would go nowhere."""
+    ours, theirs = logging.getLogger("adp_kv"), logging.getLogger("vllm")
+    if ours.hasHandlers():
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.getEffectiveLevel())
 
 
 def _can_undo(parts: tuple[Part, ...]) -> bool:

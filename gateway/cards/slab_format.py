@@ -74,12 +74,12 @@ def is_slab(device: Path) -> bool:
 
 
 def check_device_is_free(device: Path) -> None:
-    """Refuse a device that holds anything but zeros or a slab of ours.
+    """Refuse a device that holds anything but zeros; another server may have a slab there.
 
     Raises:
         CardError: It names what is there.
     """
-    content = "" if is_slab(device) else content_of(device)
+    content = "the slab of a card with another path" if is_slab(device) else content_of(device)
     if content:
         raise CardError(f"devices: {device} holds {content}; {_REMEDY}")
 
@@ -102,8 +102,6 @@ def check_may_format(path: Path, devices: tuple[str, ...], *, force: bool) -> No
     for name in devices:
         device = Path(name)
         _check_unused(device)
-        if not force and is_slab(device):
-            raise CardError(f"devices: {device} is a card's; add --force to delete what it stores")
         if not force:
             check_device_is_free(device)
 

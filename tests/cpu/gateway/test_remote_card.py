@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gateway.cards.slab_format import DATA_OFFSET
+from gateway.cards.slab_format import DATA_OFFSET, erase
 from tests.support.cards import SLOT_BYTES, nvme_card, nvme_host, slab_card
 from tests.support.clients import Team, blocks_of, pools
 from tests.support.gateways import Gateway
@@ -170,7 +170,7 @@ def test_slab_on_a_block_device(tmp_path, loop_devices):
 
 @needs_loop
 def test_two_servers_on_one_block_namespace_miss_and_read_nothing_wrong(tmp_path, loop_devices):
-    """A lock is of one kernel: the second server is not stopped. Both lose chunks, no more."""
+    """The second is refused. Formatted by force, both lose chunks and no more: no lock is seen."""
     one_device, other_device = loop_devices
     with (
         device_gateway(tmp_path / "a", one_device) as a,
@@ -178,6 +178,9 @@ def test_two_servers_on_one_block_namespace_miss_and_read_nothing_wrong(tmp_path
     ):
         want = kept(one)
         one.save(1, CHUNKS, BLOCKS)
+        with pytest.raises(ChildError, match="slab of a card with another path"):
+            device_gateway(tmp_path / "b", other_device)
+        erase(tmp_path / "b", (str(other_device),))  # as `card format --force` does
         with (
             device_gateway(tmp_path / "b", other_device) as b,
             team_of(b.address, engine="two").start() as two,

@@ -26,6 +26,7 @@ def test_server_reports_cached_tokens_after_a_restart(tmp_path):
             restored = server.complete(PROMPT)
             other = server.complete(PROMPT, cache_salt="another tenant")
             metrics = server.metrics()
+            said = server.child.log()
             deployment.gateway.kill9()
             off = {}
 
@@ -37,6 +38,8 @@ def test_server_reports_cached_tokens_after_a_restart(tmp_path):
 
             wait_until(both_sides_are_off, 60, "both sides have turned the cache off")
             server.shutdown()
+    (keys,) = [line for line in said.splitlines() if "keys of this engine" in line]
+    assert "INFO" in keys, "lines of ours look like vLLM's, and are there at its level"
     assert restored.token_ids == cold.token_ids
     assert restored.num_cached_tokens == hit
     assert other.num_cached_tokens in {0, None}

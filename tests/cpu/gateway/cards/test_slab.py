@@ -334,6 +334,16 @@ def test_device_with_data_is_refused_untouched(path, device, offset):
     assert device.read_bytes() == content
 
 
+def test_device_of_a_card_elsewhere_is_refused_untouched(path, device, tmp_path):
+    """Say on another server, whose lock this one does not see."""
+    stored(path, random_keys(3), [5000] * 3, devices=(str(device),))
+    content = device.read_bytes()
+    card = slab_card(tmp_path / "elsewhere", devices=(str(device),))
+    with pytest.raises(CardError, match=r"slab of a card with another path.*format --force"):
+        card.open(lambda *_: None)
+    assert device.read_bytes() == content
+
+
 def test_small_device_is_refused_untouched(path, device):
     with device.open("r+b") as f:
         f.truncate(SLOT_BYTES)
