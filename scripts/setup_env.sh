@@ -101,6 +101,7 @@ declare -A DEBIAN_PACKAGE=([libibverbs.so.1]=libibverbs1 [libnuma.so.1]=libnuma1
 
 lacking() { ldd "$(site_packages)/mooncake/mooncake_master" 2>/dev/null | awk '/not found/ {print $1}' | sort -u; }
 
+# shellcheck disable=SC2086 # names of libraries: one word each
 bring_libraries() {
     local missing library packages=() folder
     missing=$(lacking)

@@ -163,10 +163,10 @@ class Lanes:
             _logger.exception("master %s: a part of a batch broke", self._master.text)
         finally:
             self._scratches.put(scratch)
-            if self._gate.leave(answered=answered) and not answered:
-                self.lost += 1
+            news = self._gate.leave(answered=answered)
         with self._counting:
             self.values = max(0, self.values + part.change)
+            self.lost += news and not answered
         self._complain(part)
 
     def _complain(self, part: Part) -> None:

@@ -1,11 +1,13 @@
 """The gateway's settings: where they come from, and which one is at fault."""
 
+import os
+
 import msgspec
 import pytest
 
 from adp_kv.errors import ConfigError
 from adp_kv.units import GiB
-from gateway.config import ENV_PREFIX, HELP, Settings, load, parse_size
+from gateway.config import ENV_PREFIX, HELP, Settings, export, load, parse_size
 
 
 def toml(tmp_path, text):
@@ -157,7 +159,8 @@ def test_fragment_size_follows_the_placement():
     assert Settings().effective_fragment_size == 261120
     assert Settings(placement="remote").effective_fragment_size == 131072
     assert Settings(placement="remote", fragment_size=7).effective_fragment_size == 7
-    assert Settings(card="memory").effective_fragment_size == 1 << 31  # as much as it takes
+    for card in ("memory", "mooncake"):
+        assert Settings(card=card).effective_fragment_size == 1 << 31  # as much as it takes
     assert Settings(card="memory", fragment_size=7).effective_fragment_size == 7
 
 
@@ -189,3 +192,12 @@ def test_sizes_of_a_card_in_a_file_may_have_units(tmp_path):
     options = load(["--config", str(file)], {}).card_options
     expected = {"path": "/x", "capacity_bytes": 2 * GiB, "name": "7", "other": "5 apples"}
     assert options == expected
+
+
+def test_exported_variables_leave_what_was_set(monkeypatch):
+    for name in ("KEPT", "DEFAULT", "ALWAYS"):
+        monkeypatch.setenv(f"ADP_TEST_{name}", "mine")
+    monkeypatch.delenv("ADP_TEST_DEFAULT")
+    export({"ADP_TEST_ALWAYS": "a"}, unless_set={"ADP_TEST_KEPT": "b", "ADP_TEST_DEFAULT": "c"})
+    found = [os.environ[f"ADP_TEST_{name}"] for name in ("KEPT", "DEFAULT", "ALWAYS")]
+    assert found == ["mine", "c", "a"]

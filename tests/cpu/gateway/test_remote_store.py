@@ -16,6 +16,8 @@ from tests.support.mooncake import MooncakeStore
 from tests.support.process import wait_until
 from tests.support.serving import random_chunks
 
+pytestmark = pytest.mark.timeout(180)
+
 CHUNKS, BLOCKS = random_chunks(5), blocks_of(0, 8, 2, 30, 40)
 ELSEWHERE = blocks_of(10, 20, 50, 4, 60)
 OPTIONS = {"io_timeout_s": 1.0, "connect_timeout_s": 1.0, "reconnect_s": 0.05}
@@ -28,6 +30,7 @@ def gateway_of(store, **options):
         shared_memory_size="2MiB",
         placement="remote",
         quarantine_s=0.5,
+        start_timeout_s=60,  # a bare machine reads the engine's 70 MB from its disk
     )
 
 
