@@ -75,14 +75,18 @@ class Phases:
             self._reached.unlink(missing_ok=True)
             self._file.touch()
             self._engine.rpc("adp_hold", phase.hold, str(self._file), [self._last_rank])
-        before = self._deployment.counters().get(phase.counter, 0)
+        before = self._count(phase)
         self._deployment.inject(phase.fault)
         if name == "idle":
             return
         self._engine.begin_generate([prompt], max_tokens=max_tokens)
-        self._wait(lambda: self._deployment.counters().get(phase.counter, 0) > before, name)
+        self._wait(lambda: self._count(phase) > before, name)
         if phase.hold:
             self._wait(self._reached.exists, f"{name} on rank {self._last_rank}")
+
+    def _count(self, phase: Phase) -> int:
+        # Patient: ranks that spin on every core can keep the gateway waiting for its turn.
+        return self._deployment.gateway.counters(REACHED_TIMEOUT_S).get(phase.counter, 0)
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         wait_until(lambda: condition() or not self._engine.child.alive(), REACHED_TIMEOUT_S, what)

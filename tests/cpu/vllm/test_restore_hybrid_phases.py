@@ -24,13 +24,13 @@ FAULTS = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
 CARD = {"capacity_bytes": "256MiB"}
 PATIENT = {"card_deadline_s": 300, "rank_deadline_s": 300}
 SETTINGS = {
-    "gateway_timeout_s": 6,
+    "gateway_timeout_s": 12,
     "lookup_timeout_s": 40,
     "load_timeout_s": 100,
     "save_timeout_s": 100,
 }
 USUAL = {
-    ("gemma3", "get copies", "killed"),
+    ("gemma3", "get reads", "killed"),
     ("granite_hybrid", "put copies", "killed"),
 }
 
