@@ -11,6 +11,7 @@ raises ChildError with the end of the child's log when something is wrong.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -21,11 +22,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.support import tiny_models
-from tests.support.process import PYTHON, Child, wait_until
+from tests.support.process import PYTHON, Child, ChildError, wait_until
 
 START_TIMEOUT_S = 240.0
 GENERATE_TIMEOUT_S = 120.0
 RESET_TIMEOUT_S = 30.0
+LEAVE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +227,8 @@ class Engine:
             code = self.child.popen.wait(timeout_s)
         except Exception as error:
             raise self.child.fail(f"no exit within {timeout_s:g} s") from error
+        with contextlib.suppress(ChildError):  # a resource tracker ends after its engine
+            wait_until(lambda: not self.child.members(), LEAVE_TIMEOUT_S, "all are gone")
         if code or self.child.members():
             raise self.child.fail(f"unclean exit, left over: {self.child.members()}")
 
