@@ -308,7 +308,9 @@ class RequestTable(ABC):
         for request in list(self._requests.values()):
             request.failed = True
             for batch in list(request.batches.values()):
-                if batch.granted_at is not None and len(batch.released) < len(request.group):
+                if batch.granted_at is None and batch.status is not None:
+                    self._drop(request, batch)  # read, for ranks that had not all asked
+                elif batch.granted_at is not None and len(batch.released) < len(request.group):
                     # Its slots stay taken: they go with the ring.
                     self._on_abandoned(batch)
                     del request.batches[batch.first]

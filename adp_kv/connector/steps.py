@@ -20,6 +20,7 @@ class Step:
         unproven: of each part, fenced copies whose bytes are right only if other ranks did
             their part.
         save: its save, a job a part; unsaved: caches whose put is not out yet.
+        lost: its restore failed where that can't be undone: the error was raised.
     """
 
     meta: AdpMetadata
@@ -28,6 +29,7 @@ class Step:
     unproven: dict[int, list[Ticket]] = field(default_factory=dict)
     save: dict[int, Job] = field(default_factory=dict)
     unsaved: dict[int, CacheGeometry] = field(default_factory=dict)
+    lost: bool = False
 
 
 @dataclass(slots=True)

@@ -266,6 +266,7 @@ class WorkerSide:
 
     def _note_failure(self, step: Step, restore: Job) -> None:
         if restore.failed_chunks.any():
+            step.lost = not self._engine.undoable
             self._on_failed_restore(step.meta, restore)
             self._drop_save(step)
 
@@ -334,6 +335,8 @@ class WorkerSide:
     def finish_step(self, meta: AdpMetadata) -> None:
         """Save what is left of the step, as one request a part."""
         step = self._begin(meta)
+        if step.lost:  # vLLM comes here on its way out too
+            return
         if step.unfenced:
             late = sorted(step.unfenced)
             name = self._caches[late[0]].name

@@ -58,8 +58,13 @@ class Deployment:
         self.gateway: Gateway
         self.restart()
 
-    def restart(self) -> None:
-        """Start a gateway in the place of the one that is gone, of which nothing is kept."""
+    def restart(self, **settings: object) -> None:
+        """Start a gateway in the place of the one that is gone, of which nothing is kept.
+
+        Args:
+            settings: of the gateway that are others from now on.
+        """
+        self._settings |= settings
         if self.address is not None:
             self.gateway.close()
         self.gateway = Gateway.serve(

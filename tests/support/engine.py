@@ -11,6 +11,7 @@ raises ChildError with the end of the child's log when something is wrong.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -21,10 +22,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from tests.support import tiny_models
-from tests.support.process import PYTHON, Child
+from tests.support.process import PYTHON, Child, ChildError, wait_until
 
 START_TIMEOUT_S = 240.0
 GENERATE_TIMEOUT_S = 120.0
+RESET_TIMEOUT_S = 30.0
+LEAVE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +163,21 @@ class Engine:
         self.began_s, self.elapsed_s = reply["began_s"], reply["elapsed_s"]
         return [Completion(**one) for one in reply["completions"]]
 
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> Completion:
+        """Run one prompt that finds nothing in vLLM's own prefix cache.
+
+        Raises:
+            ChildError: Blocks stay pinned for a save that does not end.
+        """
+        wait_until(self._is_reset, RESET_TIMEOUT_S, "no block is pinned any more")
+        return self.generate([prompt], max_tokens=max_tokens)[0]
+
+    def _is_reset(self) -> bool:
+        if self.call({"op": "reset_prefix_cache"}, 30.0)["reset"]:
+            return True
+        self.generate([[5, 6, 7]], max_tokens=1)  # a step, in which ranks report
+        return False
+
     def reset_prefix_cache(self, timeout_s: float = 30.0) -> None:
         """Forget vLLM's own prefix cache: what hits afterwards came from the connector."""
         if not self.call({"op": "reset_prefix_cache"}, timeout_s)["reset"]:
@@ -181,6 +199,15 @@ class Engine:
         """
         return dict(self.call({"op": "pages"}, timeout_s)["pages"])
 
+    def watch_preemptions(self, let_go: Path | None = None) -> None:
+        """Note from now on what is preempted (preemption.py); not with separate_core."""
+        path = None if let_go is None else str(let_go)
+        self.call({"op": "watch_preemptions", "let_go": path}, 30.0)
+
+    def preemptions(self) -> list[int]:
+        """Return of each preempted request how many of its blocks were pinned for a save."""
+        return list(self.call({"op": "preemptions"}, 30.0)["pinned"])
+
     def config(self, path: str, timeout_s: float = 30.0) -> str:
         """Return a value of vLLM's resolved configuration, such as "model_config.dtype"."""
         return str(self.call({"op": "config", "path": path}, timeout_s)["value"])
@@ -200,6 +227,8 @@ class Engine:
             code = self.child.popen.wait(timeout_s)
         except Exception as error:
             raise self.child.fail(f"no exit within {timeout_s:g} s") from error
+        with contextlib.suppress(ChildError):  # a resource tracker ends after its engine
+            wait_until(lambda: not self.child.members(), LEAVE_TIMEOUT_S, "all are gone")
         if code or self.child.members():
             raise self.child.fail(f"unclean exit, left over: {self.child.members()}")
 

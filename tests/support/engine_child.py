@@ -16,6 +16,7 @@ import traceback
 from typing import Any, TextIO
 
 from tests.support import device
+from tests.support.preemption import Preemptions
 
 WORKER_EXTENSION = "tests.support.worker_extension.WorkerExtension"
 DRAIN_TIMEOUT_S = 30.0
@@ -26,6 +27,7 @@ class Session:
 
     def __init__(self) -> None:
         self.llm: Any = None
+        self._preemptions: Preemptions | None = None
 
     def start(self, request: dict[str, Any]) -> dict[str, Any]:
         """Build the engine; one that runs already is ended first."""
@@ -117,6 +119,16 @@ class Session:
             if value is not None:
                 totals[metric.name] = totals.get(metric.name, 0.0) + float(value)
         return {"metrics": totals}
+
+    def watch_preemptions(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Note from now on what was pinned when a request was preempted; needs the core here."""
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self._preemptions = Preemptions(scheduler, request["let_go"])
+        return {}
+
+    def preemptions(self, _request: dict[str, Any]) -> dict[str, Any]:
+        """Return, for each preempted request, how many of its blocks a save had pinned."""
+        return {"pinned": [] if self._preemptions is None else self._preemptions.pinned}
 
     def shutdown(self) -> None:
         """End the engine as LLM's own destructor would, but at a known time."""

@@ -7,6 +7,7 @@ with Serving() as serving:
 
 import itertools
 import os
+import queue
 import shutil
 import tempfile
 import threading
@@ -319,6 +320,24 @@ def store(ranks, chunks, job=1, version=0):
     return outcomes
 
 
+class AskedServer(Server):
+    """A Server that also runs what a test asks of it, on its own thread between two turns."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.asked = queue.SimpleQueue()
+
+    def _turn(self):
+        super()._turn()
+        while not self.asked.empty():
+            self.asked.get()()
+
+    def ask(self, function):
+        """Have function run soon."""
+        self.asked.put(function)
+        os.eventfd_write(self._store.wakeup_fd, 1)
+
+
 class Serving:
     """A Server on a thread; leaves nothing behind.
 
@@ -341,7 +360,7 @@ class Serving:
         self.settings = Settings(**(usual | settings))
         self.address = self.settings.listen
         self.card = card or memory_card(capacity_bytes=32 << 20, max_value_bytes=64 << 10)
-        self.server = Server(self.settings, self.card, clock)
+        self.server = AskedServer(self.settings, self.card, clock)
         self.error = None
         self._ranks = []
         self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
@@ -376,8 +395,20 @@ class Serving:
     def alive(self):
         return self._thread.is_alive()
 
+    def on_main(self, function):
+        """Return function(), run on the server's thread: what it sees belongs to one moment."""
+        answers = queue.SimpleQueue()
+        self.server.ask(lambda: answers.put(function()))
+        try:
+            return answers.get(timeout=WAIT_S)
+        except queue.Empty:
+            raise AssertionError(f"the server has no turn within {WAIT_S:g} s") from self.error
+
     def idle(self):
         """Return whether no request, job, slot or card batch is left."""
+        return self.on_main(self._is_idle)
+
+    def _is_idle(self):
         engine = self.server._engine
         if engine is None:
             return True

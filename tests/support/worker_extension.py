@@ -10,9 +10,11 @@ import os
 import signal
 import time
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 from adp_kv.errors import TransferError
+from tests.support.holds import hold
 
 
 def _bytes_at(address: int, num_bytes: int) -> bytes:
@@ -108,6 +110,19 @@ class WorkerExtension:
 
         if what != "well":
             client._slices = slices
+
+    def adp_hold(self, what: str, path: str, ranks: list[int]) -> None:
+        """Let "get" or "put" requests, "restore" or "save" copies stand still while a file exists.
+
+        Args:
+            what: of these.
+            path: of the file; PATH.RANK appears when a rank has held something.
+            ranks: whose.
+        """
+        client = _client()
+        rank = client._hello.rank
+        if rank in ranks:
+            hold(client, rank, what, Path(path))
 
     def adp_note_saves(self) -> None:
         """From now on keep which chunks are saved, for adp_saved()."""

@@ -4,6 +4,8 @@ import random
 
 import pytest
 
+from adp_kv.wire.keys import pack_keys
+from adp_kv.wire.messages import Get
 from gateway.cards.base import Op, Status
 from gateway.cards.faulty import Fault, FaultyCard
 from gateway.metrics import render
@@ -11,7 +13,7 @@ from tests.support.cards import memory_card
 from tests.support.clients import Team, blocks_of, finish, pools
 from tests.support.metric_sums import Values, broken, sums
 from tests.support.process import wait_until
-from tests.support.serving import Serving, random_chunks
+from tests.support.serving import Serving, random_chunks, sharded, store
 
 CHUNKS = random_chunks(12)
 FAULTS = [
@@ -23,7 +25,7 @@ FAULTS = [
 
 def now(serving):
     """Return the values as the main thread sees them at one moment."""
-    return Values(render(serving.server.snapshot()))
+    return Values(render(serving.on_main(serving.server.snapshot)))
 
 
 def step(team, number, rng):
@@ -104,6 +106,19 @@ def _end_in_the_middle(serving, team):
     for mover in team.movers:
         mover.gate.set()
     finish([*saves, *restores])
+
+
+def test_sums_hold_where_a_session_ends_before_every_rank_has_asked():
+    """What was read for a get that waits for a rank is given to nobody: the get ends too."""
+    with Serving() as serving:
+        ranks = serving.join(sharded(2, 2))
+        store(ranks, CHUNKS[:3])
+        ranks[0].send(Get(1, [0], pack_keys(CHUNKS[:3])))
+        wait_until(lambda: now(serving)["objects_read"] == 3, 5, "it is read")
+        ranks[1].close("the test wants it")
+        wait_until(lambda: now(serving)["engine_active"] == 0, 5, "the session has ended")
+        assert now(serving)["gets"] == 1
+        assert not broken(now(serving), ("always", "idle"))
 
 
 def test_a_sum_that_does_not_hold_is_seen():

@@ -152,24 +152,55 @@ TIGHT = {
 }
 
 
-@pytest.mark.parametrize("model", TIGHT)
-def test_preempted_in_the_middle_of_a_save(engine, model, tmp_path):
-    """The card is slow and the ring small: blocks are pinned when their requests are thrown out."""
+def cold(engine, model, chunk_of):
+    """Return prompts, what an engine without connector says, and which of it is clear."""
     args = {k: v for k, v in TIGHT[model].items() if k != "num_gpu_blocks_override"}
     engine.start(model, **args)
     chunk = CHUNKS[model] or int(engine.config("cache_config.block_size"))
-    prompts = [prompt(300 + i, chunk - 20 + 7 * i) for i in range(6)]
+    prompts = [prompt(300 + i, chunk_of(chunk, i)) for i in range(6)]
     want = engine.generate(prompts, max_tokens=60, logprobs=True)
     clear = [i for i, one in enumerate(want) if one.margin > CLEAR_MARGIN]
     assert len(clear) >= 3
+    return prompts, [one.token_ids for one in want], clear
+
+
+@pytest.mark.parametrize("model", TIGHT)
+def test_preempted_for_want_of_blocks_beside_slow_saves(engine, model, tmp_path):
+    """The card is slow and the ring small; vLLM waits for pinned blocks and preempts later."""
+    prompts, want, clear = cold(engine, model, lambda chunk, i: chunk - 20 + 7 * i)
     with Deployment(tmp_path, CARD, faulty=True, shared_memory_size="3MiB") as deployment:
         connector = deployment.connector("recompute", chunk_size=CHUNKS[model])
         engine.start(model, connector, **TIGHT[model])
+        engine.watch_preemptions()
         deployment.inject("write 0.2")
         for _ in range(2):  # computed and stored, then restored
             done = engine.generate(prompts, max_tokens=60)
-            assert [done[i].token_ids for i in clear] == [want[i].token_ids for i in clear]
+            assert [done[i].token_ids for i in clear] == [want[i] for i in clear]
             engine.reset_prefix_cache()
         assert engine.metrics()["vllm:num_preemptions"] > 0, "not tight enough to preempt"
+        assert not any(engine.preemptions()), "vLLM does not wait for pinned blocks any more"
+        assert deployment.counters()["objects_read"] > 0
+        assert deployment.counters().get("objects_missed", 0) == 0
+
+
+@pytest.mark.parametrize("model", TIGHT)
+def test_preempted_in_the_middle_of_a_save(engine, model, tmp_path):
+    """Its blocks are copied after they were given away: they must still hold what was saved."""
+    prompts, want, clear = cold(engine, model, lambda chunk, i: chunk + 1 + i)
+    with Deployment(tmp_path, CARD, faulty=True) as deployment:
+        connector = deployment.connector("recompute", chunk_size=CHUNKS[model])
+        engine.start(model, connector, **TIGHT[model])
+        held = tmp_path / "held"
+        held.touch()
+        engine.rpc("adp_hold", "save", str(held), [0])
+        engine.watch_preemptions(let_go=held)
+        done = engine.generate(prompts, max_tokens=60)
+        assert [done[i].token_ids for i in clear] == [want[i] for i in clear]
+        assert any(engine.preemptions()), "no save was under way"
+        assert not held.exists()
+        assert deployment.counters()["chunks_committed"] > 0
+        engine.reset_prefix_cache()
+        again = engine.generate(prompts, max_tokens=60)
+        assert [again[i].token_ids for i in clear] == [want[i] for i in clear]
         assert deployment.counters()["objects_read"] > 0
         assert deployment.counters().get("objects_missed", 0) == 0
