@@ -386,8 +386,10 @@ class SchedulerSide:
         for request_id in report.failed_requests & set(self._states):
             self._states[request_id].failed = True
             self.saves.consider_again(self._states[request_id])
-        # With `reconnect`, a rank's news of the session before must not end this one.
-        ours = not self._settings.reconnect or self.client.generation in report.off_sessions
+        # With `reconnect`, a rank's news of the session before must not end this one, nor that of
+        # an attempt to join (0): it tries again, as this side may be doing.
+        joined = self.client.generation
+        ours = not self._settings.reconnect or (joined > 0 and joined in report.off_sessions)
         if report.off and ours and not self._ranks_off:
             self._ranks_off = True
             log.warning("no more lookups and saves: a worker rank has turned the cache off")

@@ -245,6 +245,14 @@ def test_rank_s_off_of_another_session_counts_only_without_reconnect(
     assert side.off is off
 
 
+def test_rank_that_could_not_join_again_yet_does_not_keep_the_engine_off(side, module):
+    side._settings = ConnectorSettings(reconnect=True)
+    side.client.generation = 0  # this side is not welcomed either
+    report = module.AdpWorkerMetadata(off=True, off_sessions={0})
+    side.on_output(SimpleNamespace(kv_connector_worker_meta=report))
+    assert not side.off
+
+
 def test_lookups_follow_a_restarted_gateway_and_forget_the_last_one(side, monkeypatch):
     side._settings = ConnectorSettings(reconnect=True)
     request = request_of(CHUNK, 0)
