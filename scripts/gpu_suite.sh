@@ -42,9 +42,11 @@ else
 fi
 
 # A machine may have pytest and not its timeout plugin, whose settings are then unknown.
-pytest_flags=()
+# Nor do other plugins it may have belong here: pytest-benchmark warns beside pytest-xdist, and
+# warnings are errors.
+pytest_flags=(-p no:benchmark)
 if ! "$PYTHON" -c 'import pytest_timeout' 2>/dev/null; then
-    pytest_flags=(-o addopts=--import-mode=importlib -W "ignore::pytest.PytestConfigWarning")
+    pytest_flags+=(-o addopts=--import-mode=importlib -W "ignore::pytest.PytestConfigWarning")
 fi
 # Tests of one engine stay together (tests/gpu/conftest.py); most of their time is its start.
 if "$PYTHON" -c 'import xdist' 2>/dev/null; then
