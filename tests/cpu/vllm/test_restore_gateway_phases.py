@@ -66,6 +66,11 @@ class Life:
         done = self.engine.answer(tokens, TOKENS)
         return done.token_ids, done.num_cached_tokens
 
+    def counted(self):
+        """Return what both sides have counted, for a message."""
+        ours = {k: v for k, v in self.engine.metrics().items() if "adp_kv" in k}
+        return {k: v for k, v in (ours | self.deployment.counters()).items() if v}
+
     def lose(self, fault):
         """Kill the gateway, or let it stand still; return when every rank has noticed."""
         os.kill(self.deployment.gateway.child.pid, FAULTS[fault])
@@ -125,7 +130,8 @@ class Life:
         self.take_up(fault)
         # What a gateway had whole when it was stopped it commits when it goes on.
         whole = not is_put or (phase == "put writes" and fault == "frozen" and all_in_ring)
-        assert self.say(tokens) == (want, CHUNKS * CHUNK if whole else 0)
+        said = self.say(tokens)
+        assert said == (want, CHUNKS * CHUNK if whole else 0), f"{phase}: {self.counted()}"
         assert off_lines(self.engine.child.log()) == self.off
 
 
