@@ -80,6 +80,7 @@ def log_as_vllm() -> None:
     for handler in theirs.handlers:
         ours.addHandler(handler)
     ours.setLevel(theirs.getEffectiveLevel())
+    ours.propagate = False  # somebody may yet give the root logger a handler: once is enough
 
 
 def _can_undo(parts: tuple[Part, ...]) -> bool:

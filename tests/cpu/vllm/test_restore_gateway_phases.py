@@ -147,7 +147,7 @@ ALONE = [phase for phase in PHASES if not phase.endswith("waits")]  # for a seco
     ("fault", "phases"),
     [
         ("killed", ALONE),
-        ("frozen", ["get reads"]),
+        pytest.param("frozen", ["get reads"], marks=pytest.mark.slow),
         pytest.param("frozen", ALONE, marks=pytest.mark.slow),
     ],
     ids=["killed", "frozen", "frozen in all"],
