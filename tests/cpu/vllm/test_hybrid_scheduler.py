@@ -203,6 +203,15 @@ def test_state_is_saved_when_a_step_ends_at_its_boundary(make, before, scheduled
     assert step(side, scheduled, first=([71, 72, 73],), before=before) == saved
 
 
+def test_state_that_decoding_reaches_is_saved_in_a_model_without_attention(make):
+    """Nothing else hashes what was decoded; vLLM before 0.29 says nothing of states."""
+    side = make((STATE,))
+    request = arrive(side, CHUNK - 1)
+    assert step(side, CHUNK - 1, first=([7],)) == {}
+    request.num_tokens, request.block_hashes = CHUNK, request_of(CHUNK).block_hashes
+    assert step(side, 1, before=CHUNK - 1, more=None) == {0: [[7]]}
+
+
 def test_states_at_every_boundary_a_step_passes(make):
     """vLLM 0.25 in mode all; what it gave up before the step is not saved."""
     side = make((STATE,), every_state=True)
