@@ -148,7 +148,8 @@ def run(engine: Engine, results: Results, load: Load, pairs: int) -> None:
 
     prompts = first_prompts(load)
     engine.exchange(OFF)
-    engine.turn(prompts, load.answer)
+    first = engine.turn(prompts, load.answer)
+    print(f"agents: all prompts computed: {first.seconds:.2f} s", flush=True)
     engine.wait_stored(load.num_chunks)
     sides = {ON: Side(), OFF: Side()}
     for pair in range(pairs + 1):
@@ -156,6 +157,7 @@ def run(engine: Engine, results: Results, load: Load, pairs: int) -> None:
         for number, mode in enumerate(order):
             engine.exchange(mode)
             turn = engine.turn(prompts, load.answer)
+            print(f"agents: pair {pair}, exchange {mode}: {turn.seconds:.2f} s", flush=True)
             if pair:
                 sides[mode].add(turn, prompts)
             for agent, answer in enumerate(turn.answers):

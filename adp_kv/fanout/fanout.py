@@ -142,8 +142,9 @@ class Fanout:
             except TransferError as error:
                 problem = str(error)
         limits = (self._settings.buffer_bytes, self._settings.max_pages)
+        turn = self._count % len(self.ranks)  # exchanges so far: equal on every rank, see above
         flights = []
-        for piece in make_pieces(shape, len(self.ranks), *limits):
+        for piece in make_pieces(shape, len(self.ranks), *limits, turn):
             self._make_room()
             with self._lock:
                 flights.append(self._queue(label, piece, source, after))

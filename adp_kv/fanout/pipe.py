@@ -11,10 +11,10 @@ streams of one priority may share a hardware queue with the model's and then wai
 kernels that wait for them.
 
 A piece has about as long on the host as its share has on the link (143 µs for a layer of 15 MiB
-and two ranks), so it is one copy, one exchange, one launch and two events. Where its pages belong
-the kernel reads from pinned memory, one place for each piece in flight; where they lie in a
-buffer depends on sizes alone, so that table stays on the device as long as pieces are of one
-shape, as those of successive layers are.
+and two ranks), so it is one copy, one exchange, one launch and two events. Where its pages lie
+in the buffer and where they belong the kernel reads from pinned memory, one place for each piece
+in flight: a table that had to be copied would queue behind the ring's bytes on the copy engine.
+Copies take turns on two streams, so that the engine finds the next one ready when one ends.
 
 Owning thread: whoever holds the Fanout's lock. Failure scope: ExchangeError ends the group;
 a copy that can't be queued concerns its piece, and all ranks hear of it by the flags.
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -32,15 +31,27 @@ import torch
 from adp_kv.errors import TransferError
 from adp_kv.fanout.exchange import Exchange
 from adp_kv.fanout.flags import Flags
-from adp_kv.fanout.plan import Piece
+from adp_kv.fanout.plan import Piece, offsets_in_buffer
 from adp_kv.fanout.settings import FanoutSettings
 from adp_kv.fanout.shares import Source, Words, queue_share
 from adp_kv.transfer.hardware import Hardware
 from adp_kv.units import align_up
 
+COPY_STREAMS = 2
 _URGENT = -1
-_TO_DEVICE = 1
-_WORD_BYTES = 8
+
+
+@dataclass(slots=True)
+class _Feed:
+    """A stream of copies.
+
+    Attributes:
+        last_mark: it waits for this one already.
+    """
+
+    stream: torch.cuda.Stream
+    handle: int
+    last_mark: object = None
 
 
 @dataclass(slots=True)
@@ -48,16 +59,14 @@ class _Lane:
     """A staging buffer.
 
     Attributes:
-        sources: where pages lie in the buffer, as made for pieces of a layout.
+        feed: fills it.
         copied: recorded for each piece.
         free: what ends the last piece.
     """
 
     address: int
-    sources: torch.Tensor
-    sources_addr: int
+    feed: _Feed
     copied: torch.cuda.Event
-    layout: tuple[int, ...] = ()
     free: torch.cuda.Event | None = None
 
 
@@ -78,26 +87,24 @@ class FanoutPipe:
         self._device = device = hardware.device
         self._engine, self._ring = hardware.engine, hardware.ring
         self._exchange, self._flags, self._settings = exchange, flags, settings
-        self._copy_stream = device.stream(0)
+        streams = [device.stream(0) for _ in range(COPY_STREAMS)]
+        feeds = [_Feed(stream, stream.cuda_stream) for stream in streams]
         self._exchange_stream = device.stream(_URGENT)
-        self._handles = self._copy_stream.cuda_stream, self._exchange_stream.cuda_stream
+        self._exchange_handle = self._exchange_stream.cuda_stream
         words = align_up(settings.max_pages, 2)
         num, size = settings.num_buffers, settings.buffer_bytes
         self._staging = device.allocate(num * size)
         first = self._staging.data_ptr()
-        self._lanes = deque(self._new_lane(first + i * size, words) for i in range(num))
-        # Of each piece in flight: where its pages belong; room for where they lie in a buffer.
+        self._lanes = deque(
+            _Lane(first + i * size, feeds[i % len(feeds)], device.event()) for i in range(num)
+        )
+        # Of each piece in flight: where its pages lie in the buffer, and where they belong.
         self._pinned = device.allocate_pinned(settings.max_ahead * 2 * words)
         tables = self._pinned.view(settings.max_ahead, 2, words)
-        self._tables = [tables[slot, 0] for slot in range(settings.max_ahead)]
+        self._tables = [(table[0], table[1]) for table in tables]
         rows: Words = tables.numpy()
         self._rows = rows
         self._ends = [device.event() for _ in range(settings.max_ahead)]
-        self._last_mark: object = None
-
-    def _new_lane(self, address: int, words: int) -> _Lane:
-        sources = self._device.allocate(words * _WORD_BYTES).view(torch.int64)
-        return _Lane(address, sources, sources.data_ptr(), self._device.event())
 
     def queue(
         self,
@@ -125,17 +132,18 @@ class FanoutPipe:
         slot = number % self._settings.max_ahead
         lane = self._lanes[0]
         self._lanes.rotate(-1)
+        feed = lane.feed
         if lane.free is not None:
-            self._copy_stream.wait_event(lane.free)
-        if after is not None and after is not self._last_mark:
+            feed.stream.wait_event(lane.free)
+        if after is not None and after is not feed.last_mark:
             assert isinstance(after, torch.cuda.Event)
-            self._copy_stream.wait_event(after)
-            self._last_mark = after
+            feed.stream.wait_event(after)
+            feed.last_mark = after
         error = self._queue_share(lane, piece, source)
-        lane.copied.record(self._copy_stream)
+        lane.copied.record(feed.stream)
         self._exchange_stream.wait_event(lane.copied)
         self._flags.say(number, label, brings=error is None)
-        self._exchange.all_gather(lane.address, piece.region_bytes, self._handles[1])
+        self._exchange.all_gather(lane.address, piece.region_bytes, self._exchange_handle)
         if source is not None and error is None:
             error = self._queue_scatter(lane, slot, piece, source)
         end = lane.free = self._ends[slot]
@@ -151,43 +159,28 @@ class FanoutPipe:
         share = piece.borders[rank], piece.borders[rank + 1]
         try:
             queue_share(
-                source, share, region, self._engine, self._ring.border_list, self._handles[0]
+                source, share, region, self._engine, self._ring.border_list, lane.feed.handle
             )
         except (TransferError, RuntimeError) as error:
             return str(error)
         return None
 
     def _queue_scatter(self, lane: _Lane, slot: int, piece: Piece, source: Source) -> str | None:
-        num_pages = piece.num_pages
-        self._rows[slot, 0, :num_pages] = source.pages[piece.borders[0] : piece.borders[-1]]
+        num_pages, page_bytes = piece.num_pages, source.copy.page_bytes
+        rows = self._rows[slot]
+        np.add(offsets_in_buffer(piece.layout), lane.address, out=rows[0, :num_pages])
+        rows[1, :num_pages] = source.pages[piece.borders[0] : piece.borders[-1]]
+        lie, belong = self._tables[slot]
         try:
-            if piece.layout != lane.layout:
-                self._queue_sources(lane, slot, piece, source.copy.page_bytes)
             self._device.launch_prepared(
                 self._exchange_stream,
-                lane.sources,
-                self._tables[slot],
+                lie,
+                belong,
                 num_pages,
-                source.copy.page_bytes,
+                page_bytes,
                 align=source.align,
                 num_programs=self._settings.page_programs,
             )
         except RuntimeError as error:
             return str(error)
         return None
-
-    def _queue_sources(self, lane: _Lane, slot: int, piece: Piece, page_bytes: int) -> None:
-        """Let a lane's table say where the pages of such a piece lie in its buffer."""
-        lane.layout = ()
-        start, row = piece.borders[0], self._rows[slot, 1]
-        for rank, (first, end) in enumerate(pairwise(piece.borders)):
-            inside = np.arange(end - first, dtype=np.int64) * page_bytes
-            row[first - start : end - start] = inside + lane.address + rank * piece.region_bytes
-        self._engine.runtime.memcpyAsync(
-            lane.sources_addr,
-            row.ctypes.data,
-            piece.num_pages * _WORD_BYTES,
-            _TO_DEVICE,
-            self._handles[1],
-        )
-        lane.layout = piece.layout

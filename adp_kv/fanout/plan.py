@@ -5,9 +5,10 @@
     a staging buffer      [ region of rank 0 | region of rank 1 | ... ]     all equally long
     a region              [ pages of that rank's share | unused ]
 
-Shares differ by at most one unit and may be empty; regions don't, because an all-gather moves
-equal parts. Nothing here may depend on a rank's number, memory, clock or luck: a rank that
-decided otherwise would wait for an exchange that the others never start.
+Shares differ by at most one unit and may be empty; who has the larger one changes from transfer
+to transfer. Regions don't differ, because an all-gather moves equal parts. Nothing here may
+depend on a rank's number, memory, clock or luck: a rank that decided otherwise would wait for an
+exchange that the others never start.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from adp_kv.errors import TransferError
 from adp_kv.units import MiB, align_up, ceil_div
@@ -29,6 +33,9 @@ SHARE_BYTES = 8 * MiB
 and no longer, since the exchange and the scatter of the last piece are behind all copies."""
 PIECES = 8
 """Of so many pieces the last one weighs little, and pieces may be larger, to spare the host."""
+TAIL_BYTES = 2 * MiB
+"""The last of so many pieces is cut in halves down to shares of this: what the ranks exchange and
+scatter behind the last copy is time that nothing hides."""
 SLICES_PER_RANK = 8
 """From so many slices a rank on, shares are cut between slices: whole ones move as 2-D copies."""
 
@@ -60,12 +67,12 @@ class Piece:
         borders: num_ranks + 1 page numbers of the transfer, ascending; rank r copies the
             pages from borders[r] up to borders[r + 1].
         region_bytes: bytes of every rank's region of the staging buffer.
-        layout: equal for pieces whose pages lie alike in a staging buffer.
+        layout: page_bytes, region_bytes and the pages of every share.
     """
 
     borders: tuple[int, ...]
     region_bytes: int
-    layout: tuple[int, ...] = ()
+    layout: tuple[int, ...]
 
     @property
     def first_page(self) -> int:
@@ -91,15 +98,19 @@ def fits(page_bytes: int, num_ranks: int, buffer_bytes: int) -> bool:
 
 @lru_cache(maxsize=64)
 def make_pieces(
-    shape: Shape, num_ranks: int, buffer_bytes: int, max_pages: int
+    shape: Shape, num_ranks: int, buffer_bytes: int, max_pages: int, turn: int = 0
 ) -> tuple[Piece, ...]:
-    """Cut a transfer into pieces that fit a staging buffer, all of one size but the last.
+    """Cut a transfer into pieces that fit a staging buffer.
+
+    All are of one size, but for the last of a few, and the last ones of many (TAIL_BYTES).
 
     Args:
         shape: what moves.
         num_ranks: ranks of the group, > 0.
         buffer_bytes: one staging buffer, regions of all ranks.
         max_pages: most pages of a piece.
+        turn: 0 to num_ranks - 1; who gets the larger shares. With one turn for all transfers
+            some ranks' links would always be the later ones.
 
     Raises:
         TransferError: Not even a page of every rank fits; fits() tells beforehand.
@@ -118,19 +129,46 @@ def make_pieces(
     in_slices = room // shape.pages_per_slice
     if in_slices and shape.num_slices >= SLICES_PER_RANK * num_ranks:
         unit = shape.pages_per_slice
-    most = room // unit * num_ranks  # units of a piece
-    num_units = shape.num_pages // unit
-    step = align_up(ceil_div(num_units, ceil_div(num_units, most)), num_ranks)
-    pieces = []
-    for first in range(0, num_units, step):
-        end = min(first + step, num_units)
-        shares = [first + (end - first) * rank // num_ranks for rank in range(num_ranks + 1)]
+    most = room // unit * num_ranks
+    least = ceil_div(TAIL_BYTES, unit * shape.page_bytes) * num_ranks
+    pieces, first = [], 0
+    for size in _sizes(shape.num_pages // unit, most, least, num_ranks):
+        shares = [first + (size * rank + turn) // num_ranks for rank in range(num_ranks + 1)]
         largest = max(b - a for a, b in pairwise(shares)) * unit
         borders = tuple(share * unit for share in shares)
         region_bytes = _region_bytes(largest, shape.page_bytes)
-        sizes = (end - first for first, end in pairwise(borders))
-        pieces.append(Piece(borders, region_bytes, (shape.page_bytes, region_bytes, *sizes)))
+        counts = (end - start for start, end in pairwise(borders))
+        pieces.append(Piece(borders, region_bytes, (shape.page_bytes, region_bytes, *counts)))
+        first += size
     return tuple(pieces)
+
+
+def _sizes(num_units: int, most: int, least: int, num_ranks: int) -> list[int]:
+    """Return the units of every piece: at most `most`, halves not below `least`."""
+    num = ceil_div(num_units, most)
+    step = align_up(ceil_div(num_units, num), num_ranks)
+    sizes, rest = [], num_units
+    while rest:
+        size = min(step, rest)
+        if num >= PIECES and rest <= 2 * step:
+            half = align_up(rest // 2, num_ranks)
+            size = min(step, half if half >= least else rest)
+        sizes.append(size)
+        rest -= size
+    return sizes
+
+
+@lru_cache(maxsize=32)
+def offsets_in_buffer(layout: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return int64 [pages]: where each page of such a piece lies in a staging buffer."""
+    page_bytes, region_bytes, *counts = layout
+    regions = [
+        np.arange(count, dtype=np.int64) * page_bytes + rank * region_bytes
+        for rank, count in enumerate(counts)
+    ]
+    offsets = np.concatenate(regions)
+    offsets.flags.writeable = False  # one for all that ask
+    return offsets
 
 
 def _region_bytes(num_pages: int, page_bytes: int) -> int:

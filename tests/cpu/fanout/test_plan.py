@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,10 +12,12 @@ from adp_kv.fanout.plan import (
     REGION_ALIGN,
     SAVED_BYTES,
     SLICES_PER_RANK,
+    TAIL_BYTES,
     Shape,
     fits,
     least_bytes,
     make_pieces,
+    offsets_in_buffer,
 )
 
 RANKS = st.integers(1, 16)
@@ -22,14 +25,15 @@ SHAPES = st.builds(Shape, st.integers(0, 400), st.integers(1, 20), st.integers(1
 
 
 @settings(max_examples=400, deadline=None)
-@given(SHAPES, RANKS, st.integers(1 << 14, 1 << 24), st.integers(16, 5000))
-def test_pieces_cover_every_page_once_and_fit(shape, num_ranks, buffer_bytes, max_pages):
+@given(SHAPES, RANKS, st.integers(1 << 14, 1 << 24), st.integers(16, 5000), st.integers(0, 15))
+def test_pieces_cover_every_page_once_and_fit(shape, num_ranks, buffer_bytes, max_pages, turn):
+    turn %= num_ranks
     if not fits(shape.page_bytes, num_ranks, buffer_bytes):
         if shape.num_pages:
             with pytest.raises(TransferError, match="staging buffer"):
                 make_pieces(shape, num_ranks, buffer_bytes, max_pages)
         return
-    pieces = make_pieces(shape, num_ranks, buffer_bytes, max_pages)
+    pieces = make_pieces(shape, num_ranks, buffer_bytes, max_pages, turn)
     expected = 0
     for piece in pieces:
         assert len(piece.borders) == num_ranks + 1
@@ -41,11 +45,27 @@ def test_pieces_cover_every_page_once_and_fit(shape, num_ranks, buffer_bytes, ma
         assert max(shares) * shape.page_bytes <= piece.region_bytes
         assert piece.region_bytes % REGION_ALIGN == 0
         assert piece.region_bytes * num_ranks <= buffer_bytes
+        offsets = np.concatenate(
+            [rank * piece.region_bytes + np.arange(n) * shape.page_bytes for rank, n in
+             enumerate(shares)]
+        )  # fmt: skip
+        assert (offsets_in_buffer(piece.layout) == offsets).all()
         expected = piece.borders[-1]
     assert expected == shape.num_pages
     sizes = [piece.num_pages for piece in pieces]
-    assert len(set(sizes[:-1])) <= 1
-    assert not sizes or sizes[-1] <= sizes[0]
+    assert not sizes or max(sizes) == sizes[0]
+
+
+@given(st.integers(1, 16), st.integers(1, 400), st.integers(1, 9))
+def test_over_the_turns_every_rank_copies_the_same(num_ranks, num_slices, per_slice):
+    copied = [0] * num_ranks
+    for turn in range(num_ranks):
+        for piece in make_pieces(
+            Shape(num_slices, per_slice, 70_000), num_ranks, 1 << 24, 1 << 14, turn
+        ):
+            for rank, (first, end) in enumerate(pairwise(piece.borders)):
+                copied[rank] += end - first
+    assert copied == [num_slices * per_slice] * num_ranks
 
 
 @settings(max_examples=200, deadline=None)
@@ -79,4 +99,14 @@ def test_exchange_pays_by_what_a_rank_is_spared(num_ranks, total_bytes):
 
 def test_very_large_transfer_has_larger_pieces():
     pieces = make_pieces(Shape(3640, 4, 73728), 2, 32 << 20, 1 << 14)
-    assert len(pieces) == -(-3640 // 112)
+    assert {piece.num_pages for piece in pieces[:-4]} == {4 * 112}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_little_is_exchanged_behind_the_last_copy_of_a_large_transfer(num_ranks):
+    shape = Shape(3640, 4, 73728)
+    for turn in range(num_ranks):
+        pieces = make_pieces(shape, num_ranks, 32 << 20, 1 << 14, turn)
+        shares = [piece.region_bytes for piece in pieces]
+        assert TAIL_BYTES / 2 < shares[-1] < 2 * TAIL_BYTES
+        assert all(b >= a / 3 for a, b in pairwise(shares)), "a copy hides the exchange before it"
