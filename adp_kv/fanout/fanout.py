@@ -179,13 +179,10 @@ class Fanout:
 
     def _make_room(self) -> None:
         """Wait until another exchange may be queued; bounded by the deadline of the oldest."""
-        while True:
-            with self._lock:
-                self._poll()
-                self._check_usable()
-                if len(self._in_flight) < self._settings.max_ahead:
-                    return
-            time.sleep(_ROOM_POLL_S)
+        while len(self._in_flight) >= self._settings.max_ahead:
+            self.check()
+            if len(self._in_flight) >= self._settings.max_ahead:
+                time.sleep(_ROOM_POLL_S)
 
     def check(self) -> None:
         """Look after the exchanges in flight; to be called often.

@@ -14,7 +14,6 @@ A piece has about as long on the host as its share has on the link (143 µs for 
 and two ranks), so it is one copy, one exchange, one launch and two events. Where its pages lie
 in the buffer and where they belong the kernel reads from pinned memory, one place for each piece
 in flight: a table that had to be copied would queue behind the ring's bytes on the copy engine.
-Copies take turns on two streams, so that the engine finds the next one ready when one ends.
 
 Owning thread: whoever holds the Fanout's lock. Failure scope: ExchangeError ends the group;
 a copy that can't be queued concerns its piece, and all ranks hear of it by the flags.
@@ -37,21 +36,7 @@ from adp_kv.fanout.shares import Source, Words, queue_share
 from adp_kv.transfer.hardware import Hardware
 from adp_kv.units import align_up
 
-COPY_STREAMS = 2
 _URGENT = -1
-
-
-@dataclass(slots=True)
-class _Feed:
-    """A stream of copies.
-
-    Attributes:
-        last_mark: it waits for this one already.
-    """
-
-    stream: torch.cuda.Stream
-    handle: int
-    last_mark: object = None
 
 
 @dataclass(slots=True)
@@ -59,13 +44,11 @@ class _Lane:
     """A staging buffer.
 
     Attributes:
-        feed: fills it.
         copied: recorded for each piece.
         free: what ends the last piece.
     """
 
     address: int
-    feed: _Feed
     copied: torch.cuda.Event
     free: torch.cuda.Event | None = None
 
@@ -87,17 +70,14 @@ class FanoutPipe:
         self._device = device = hardware.device
         self._engine, self._ring = hardware.engine, hardware.ring
         self._exchange, self._flags, self._settings = exchange, flags, settings
-        streams = [device.stream(0) for _ in range(COPY_STREAMS)]
-        feeds = [_Feed(stream, stream.cuda_stream) for stream in streams]
+        self._copy_stream = device.stream(0)
         self._exchange_stream = device.stream(_URGENT)
-        self._exchange_handle = self._exchange_stream.cuda_stream
+        self._handles = self._copy_stream.cuda_stream, self._exchange_stream.cuda_stream
         words = align_up(settings.max_pages, 2)
         num, size = settings.num_buffers, settings.buffer_bytes
         self._staging = device.allocate(num * size)
         first = self._staging.data_ptr()
-        self._lanes = deque(
-            _Lane(first + i * size, feeds[i % len(feeds)], device.event()) for i in range(num)
-        )
+        self._lanes = deque(_Lane(first + i * size, device.event()) for i in range(num))
         # Of each piece in flight: where its pages lie in the buffer, and where they belong.
         self._pinned = device.allocate_pinned(settings.max_ahead * 2 * words)
         tables = self._pinned.view(settings.max_ahead, 2, words)
@@ -105,6 +85,7 @@ class FanoutPipe:
         rows: Words = tables.numpy()
         self._rows = rows
         self._ends = [device.event() for _ in range(settings.max_ahead)]
+        self._last_mark: object = None
 
     def queue(
         self,
@@ -132,18 +113,17 @@ class FanoutPipe:
         slot = number % self._settings.max_ahead
         lane = self._lanes[0]
         self._lanes.rotate(-1)
-        feed = lane.feed
         if lane.free is not None:
-            feed.stream.wait_event(lane.free)
-        if after is not None and after is not feed.last_mark:
+            self._copy_stream.wait_event(lane.free)
+        if after is not None and after is not self._last_mark:
             assert isinstance(after, torch.cuda.Event)
-            feed.stream.wait_event(after)
-            feed.last_mark = after
+            self._copy_stream.wait_event(after)
+            self._last_mark = after
         error = self._queue_share(lane, piece, source)
-        lane.copied.record(feed.stream)
+        lane.copied.record(self._copy_stream)
         self._exchange_stream.wait_event(lane.copied)
         self._flags.say(number, label, brings=error is None)
-        self._exchange.all_gather(lane.address, piece.region_bytes, self._exchange_handle)
+        self._exchange.all_gather(lane.address, piece.region_bytes, self._handles[1])
         if source is not None and error is None:
             error = self._queue_scatter(lane, slot, piece, source)
         end = lane.free = self._ends[slot]
@@ -159,7 +139,7 @@ class FanoutPipe:
         share = piece.borders[rank], piece.borders[rank + 1]
         try:
             queue_share(
-                source, share, region, self._engine, self._ring.border_list, lane.feed.handle
+                source, share, region, self._engine, self._ring.border_list, self._handles[0]
             )
         except (TransferError, RuntimeError) as error:
             return str(error)
@@ -178,7 +158,7 @@ class FanoutPipe:
                 belong,
                 num_pages,
                 page_bytes,
-                align=source.align,
+                align=source.align(),
                 num_programs=self._settings.page_programs,
             )
         except RuntimeError as error:

@@ -33,9 +33,10 @@ SHARE_BYTES = 8 * MiB
 and no longer, since the exchange and the scatter of the last piece are behind all copies."""
 PIECES = 8
 """Of so many pieces the last one weighs little, and pieces may be larger, to spare the host."""
-TAIL_BYTES = 2 * MiB
+TAIL_BYTES = 4 * MiB
 """The last of so many pieces is cut in halves down to shares of this: what the ranks exchange and
-scatter behind the last copy is time that nothing hides."""
+scatter behind the last copy is time that nothing hides. An exchange and a scatter take 80 µs at
+least, and a share of 4 MiB takes the link as long; smaller ones would queue."""
 SLICES_PER_RANK = 8
 """From so many slices a rank on, shares are cut between slices: whole ones move as 2-D copies."""
 

@@ -193,9 +193,9 @@ class Engine:
         return list(self.call(request, timeout_s)["results"])
 
     def pages(self, timeout_s: float = 120.0) -> dict[str, str]:
-        """Return digests, one a rank, of each cached block's pages; not with separate_core.
+        """Return a digest of every cached block's pages by block hash; not with separate_core.
 
-        By the block's hash, which ends with the number of its group, four bytes in hex.
+        A hash ends with the number of the block's group, four bytes in hex.
         """
         return dict(self.call({"op": "pages"}, timeout_s)["pages"])
 

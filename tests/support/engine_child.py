@@ -90,15 +90,14 @@ class Session:
         return {"results": self.llm.collective_rpc(request["method"], args=tuple(request["args"]))}
 
     def pages(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return digests, one a rank, of pages of blocks with a hash; needs the core here."""
+        """Return digests of the pages of all blocks that have a hash; needs the core here."""
         del request
         core = self.llm.llm_engine.engine_core.engine_core
         blocks = core.scheduler.kv_cache_manager.block_pool.blocks
         # The last four bytes of such a hash are the number of the block's group.
         cached = {b.block_hash.hex(): b.block_id for b in blocks if b.block_hash is not None}
         owned = [(block, int(key[-8:], 16)) for key, block in cached.items()]
-        ranks = self.llm.collective_rpc("adp_page_digests", args=(owned,))
-        digests = map(" ".join, zip(*ranks, strict=True))
+        ((*digests,),) = self.llm.collective_rpc("adp_page_digests", args=(owned,))
         return {"pages": dict(zip(cached, digests, strict=True))}
 
     def config(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -142,6 +142,33 @@ class WorkerExtension:
         """Return part, cache indices and chunk keys of each save since adp_note_saves()."""
         return list(_client().adp_saved)
 
+    def adp_note_pages(self) -> None:
+        """From now on keep where the pages of saved and restored chunks are."""
+        client = _client()
+        client.adp_pages = {}
+        client.__dict__.pop("_submit", None)
+        submit = client._submit
+
+        def noting(job: Any, function: Any) -> None:
+            for key, blocks in zip(job.chunks, job.blocks.tolist(), strict=True):
+                for cache in job.caches:
+                    client.adp_pages[key.tobytes().hex(), cache.index] = blocks
+            submit(job, function)
+
+        client._submit = noting
+
+    def adp_noted_pages(self) -> dict[str, str]:
+        """Return digests of the noted chunks' pages as they are now, by "CHUNK CACHE"."""
+        client = _client()
+        digests = {}
+        for (chunk, index), blocks in client.adp_pages.items():
+            cache, found = client.caches[index], blake2b(digest_size=16)
+            for block in blocks:
+                address = cache.base_address + block * cache.block_stride_bytes
+                found.update(_bytes_at(address, cache.page_bytes))
+            digests[f"{chunk} {index}"] = found.hexdigest()
+        return digests
+
     def adp_takes_failed_requests(self) -> bool:
         """Return whether vLLM is told of failed restores by request."""
         from adp_kv.connector.vllm_view import takes_failed_requests

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, pytest.mark.vllm]
 CHUNK = 256
 MAX_TOKENS = 6
 LENGTHS = {"mla": (4 * CHUNK + 76, 3 * CHUNK + 1), "dsa": (7 * CHUNK + 76, 6 * CHUNK + 1)}
-LONG = 12 * CHUNK + 76
+LONG = {"mla": 7 * CHUNK + 76, "dsa": 12 * CHUNK + 76}
 LATE_S = 2.0
 SAVE_LIMIT_S = 20.0
 LOAD_TIMEOUT_S = 10.0
@@ -73,9 +73,9 @@ class Life:
         return [counts.get(name, 0) for counts in self.engine.rpc("adp_counts")]
 
 
-def _start(model: str, eager: bool, folder, policy: str, *, separate_core: bool = True) -> Life:
+def _start(model: str, eager: bool, folder, policy: str) -> Life:
     deployment = Deployment(folder, {"capacity_bytes": "1GiB"}, shared_memory_size="256MiB")
-    engine = Engine(separate_core=separate_core)
+    engine = Engine(separate_core=True)
     mode = "layerwise" if policy == "fail" else "async"
     settings = {"nvlink_fanout": True, "load_timeout_s": LOAD_TIMEOUT_S, "load_mode": mode}
     engine.start(
@@ -166,24 +166,27 @@ def test_zeros_in_place_of_shares_change_the_tokens(life):
 
 @pytest.mark.parametrize("model", ["mla", "dsa"])
 def test_exchanged_pages_hold_the_computed_bytes(model, tmp_path):
-    life = _start(model, True, tmp_path, "fail", separate_core=False)
+    life = _start(model, True, tmp_path, "fail")
     try:
-        life.prompts[:] = [prompt(51, LONG)]
-        life.one()
-        computed = life.engine.pages()
-        life.deployment.wait_committed(LONG // CHUNK)
-        assert life.one().num_cached_tokens == expected_hit(LONG, CHUNK)
-        restored = life.engine.pages()
+        life.prompts[:] = [prompt(51, LONG[model])]
+        hit = expected_hit(LONG[model], CHUNK)
+        computed = _pages_after(life, 0)
+        life.deployment.wait_committed(hit // CHUNK)
+        assert _pages_after(life, hit) == computed
         assert all(count > 0 for count in life.counts("bytes_exchanged"))
-        block = int(life.engine.config("cache_config.block_size"))
-        same = [key for key in restored if restored[key] == computed.get(key)]
-        assert len(same) >= expected_hit(LONG, CHUNK) // block
         life.engine.rpc("adp_zero_restores", True)
-        life.one()
-        zeroed = life.engine.pages()
-        assert not any(zeroed[key] == computed[key] for key in same), "not the restored pages"
+        for zeroed, before in zip(_pages_after(life, hit), computed, strict=True):
+            assert zeroed.keys() == before.keys()
+            assert not any(zeroed[name] == before[name] for name in before), "no restored page"
     finally:
         _end(life)
+
+
+def _pages_after(life: Life, hit: int) -> list[dict[str, str]]:
+    """Answer the prompt; return each rank's digests of the pages that were saved or restored."""
+    life.engine.rpc("adp_note_pages")
+    assert life.one().num_cached_tokens == hit
+    return life.engine.rpc("adp_noted_pages")
 
 
 @pytest.mark.parametrize("model", ["mla", "dsa"])
