@@ -42,12 +42,22 @@ class Metric:
         kind: of the family.
         meaning: for HELP and docs/metrics.md; says the unit where the name does not.
         labels: names of labels beyond those of the process.
+        values: what the only label can be, where that is known: exported as 0 from the start,
+            since a rate does not see the step from nothing to the first event.
     """
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     meaning: str
     labels: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+
+    @property
+    def series(self) -> list[str]:
+        """Names of the counters or histograms that are known before anything has happened."""
+        if self.labels:
+            return [f"{self.name}:{value}" for value in self.values]
+        return [self.name]
 
 
 @dataclass(slots=True)
@@ -91,8 +101,20 @@ ENGINE_METRICS = (
     Metric("bytes_saved", "counter", "bytes copied from GPU memory to the ring"),
     Metric("objects_missed", "counter", "objects that were missing or damaged on the card"),
     Metric("requests_failed", "counter", "gets and puts that the gateway failed"),
-    Metric("restores_failed", "counter", "restores that did not bring everything", ("mode",)),
-    Metric("saves_dropped", "counter", "saves of a step given up on a rank", ("reason",)),
+    Metric(
+        "restores_failed",
+        "counter",
+        "restores that did not bring everything",
+        ("mode",),
+        ("layerwise", "async"),
+    ),
+    Metric(
+        "saves_dropped",
+        "counter",
+        "saves of a step given up on a rank",
+        ("reason",),
+        ("off", "restore_failed", "max_pending_save_bytes", "save_timeout_s", "transfer_failed"),
+    ),
     Metric("turned_off", "counter", "ranks that turned the external cache off"),
     Metric("off", "gauge", "1: no hits and no saves any more; the engine's log says why"),
     Metric("pinned_blocks", "gauge", "blocks kept from reuse until they are saved"),

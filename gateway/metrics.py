@@ -20,6 +20,11 @@ _T = TypeVar("_T")
 PREFIX = "adp_gateway_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+# As the cards name them; what reads a snapshot needs no card.
+_REASONS = ("absent", "corrupt", "io_error", "no_space", "too_large", "unreachable")
+_OPS = ("exist", "read", "write", "delete")
+_PHASES = ("ranks", "copy", "total")
+
 METRICS = (
     Metric("info", "gauge", "1; labels: adp-kv release, kind of card", ("release", "card")),
     Metric("lookups", "counter", "questions which chunks are stored"),
@@ -30,7 +35,7 @@ METRICS = (
     Metric("get_grants", "counter", "batches of read objects that ranks were given"),
     Metric("get_objects", "counter", "objects that read requests named"),
     Metric("objects_read", "counter", "objects read into the ring, checked"),
-    Metric("objects_missed", "counter", "objects that could not be read", ("reason",)),
+    Metric("objects_missed", "counter", "objects that could not be read", ("reason",), _REASONS),
     Metric("get_objects_given_up", "counter", "objects of requests that ended before the read"),
     Metric("bytes_read", "counter", "bytes of objects_read"),
     Metric("commits_withdrawn", "counter", "chunks no longer offered: an object was missed"),
@@ -44,7 +49,9 @@ METRICS = (
     Metric("put_grants", "counter", "batches of slots to fill that ranks were given"),
     Metric("put_objects", "counter", "objects that write requests named"),
     Metric("objects_written", "counter", "objects written from the ring to the card"),
-    Metric("objects_not_written", "counter", "objects the card did not take", ("reason",)),
+    Metric(
+        "objects_not_written", "counter", "objects the card did not take", ("reason",), _REASONS
+    ),
     Metric("objects_not_filled", "counter", "objects a rank did not copy into the ring"),
     Metric("objects_skipped", "counter", "objects not asked for: stored already, or twice in one"),
     Metric("put_objects_given_up", "counter", "objects of requests that ended before the write"),
@@ -74,9 +81,22 @@ METRICS = (
         "of a read request: ranks (first rank's request to the last's), copy (of a batch, granted "
         "until every rank has copied it), total",
         ("phase",),
+        _PHASES,
     ),
-    Metric("put_seconds", "histogram", "of a write request: phases as in get_seconds", ("phase",)),
-    Metric("card_seconds", "histogram", "of a batch on the card", ("op",)),
+    Metric(
+        "put_seconds",
+        "histogram",
+        "of a write request: phases as in get_seconds",
+        ("phase",),
+        _PHASES,
+    ),
+    Metric(
+        "card_seconds",
+        "histogram",
+        "of a batch on the card",
+        ("op",),
+        _OPS,
+    ),
     Metric(
         "card_database_seconds", "histogram", "of one I/O on a database's device", ("database",)
     ),
@@ -108,11 +128,17 @@ METRICS = (
 )
 
 ZEROS: Mapping[str, float] = {
-    metric.name: 0
+    name: 0
     for metric in METRICS
-    if metric.kind == "counter" and not metric.labels and not metric.name.startswith("card_")
+    if metric.kind == "counter" and not metric.name.startswith("card_")
+    for name in metric.series
 }
 """What is exported before it has happened, so that a rate of it can be taken."""
+
+EMPTY: Mapping[str, Histogram] = {
+    name: Histogram() for m in METRICS if m.kind == "histogram" for name in m.series
+}
+"""Histograms that are exported before their first duration; not to be changed."""
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
 _HISTOGRAMS = {"get": "get_seconds", "put": "put_seconds"}

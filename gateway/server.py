@@ -56,7 +56,7 @@ from gateway.config import Settings
 from gateway.counters import Counters
 from gateway.engine import Engine
 from gateway.gatekeeper import Gatekeeper
-from gateway.metrics import ZEROS, Snapshot, histogram_name
+from gateway.metrics import EMPTY, ZEROS, Snapshot, histogram_name
 from gateway.metrics_http import MetricsServer
 from gateway.objects import ObjectStore
 from gateway.session import check_hello
@@ -165,7 +165,8 @@ class Server:
         values["engine_active"] = 0
         if self._engine is not None:
             values |= self._engine.gauges()
-        durations = {histogram_name(n): h for n, h in self._counters.durations().items()}
+        durations = dict(EMPTY)
+        durations |= {histogram_name(n): h for n, h in self._counters.durations().items()}
         for op, histogram in self._store.durations.items():
             durations[f"card_seconds:{op.name.lower()}"] = histogram.copy()
         for database, histogram in self._store.card.latencies().items():

@@ -102,7 +102,7 @@ def metrics_table(metrics: Iterable[Metric], prefix: str) -> str:
         (
             f"`{prefix}{m.name}{'_total' if m.kind == 'counter' else ''}`",
             m.kind,
-            ", ".join(m.labels),
+            ", ".join(m.labels) + (f": {', '.join(m.values)}" if m.values else ""),
             m.meaning,
         )
         for m in metrics

@@ -69,9 +69,9 @@ class AdpPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._label_values = per_engine_labelvalues
         self._families = {m.name: _family(m, metric_types, labelnames) for m in ENGINE_METRICS}
-        for name in ("off", "turned_off"):  # shown before it happens
+        for name in (name for metric in ENGINE_METRICS for name in metric.series):
             for engine in per_engine_labelvalues:
-                self._child(name, engine)
+                self._child(name, engine)  # shown before it happens
 
     def _child(self, name: str, engine: int) -> Any:
         family, _, label = name.partition(":")

@@ -40,14 +40,23 @@ def exported_by_connector():
     }
 
 
+def series(port):
+    """Return the names and labels of all samples of a gateway's endpoint."""
+    return set(re.findall(r"^([\w:]+(?:\{.*\})?) \S+$", scrape(port), re.MULTILINE))
+
+
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """Return the labels of every sample, by name: a gateway's after work and faults, and more."""
+def told(tmp_path_factory):
+    """Return a gateway's series before anything has happened, and after work and faults."""
     options = {"path": str(tmp_path_factory.mktemp("card")), "capacity_bytes": 32 << 20}
     card = FaultyCard(create_card("slab", options | {"num_databases": 2}))
     chunks, blocks = random_chunks(4), blocks_of(0, 2, 4, 6)
     settings = {"shared_memory_size": 64 * 16384, "metrics": "127.0.0.1:0"}
     with Serving(card, **settings) as serving, Team(serving.address, pools(2)).start() as team:
+        port = serving.server.metrics_port
+        served = "adp_gateway_engine_active 1\n"
+        wait_until(lambda: served in scrape(port), 5, "a snapshot with the engine")
+        before = series(port)
         team.save(1, chunks, blocks)
         team.restore(2, chunks, blocks)
         card.faults = [Fault(Status.CORRUPT, ops={Op.READ}), Fault(Status.NO_SPACE, ops={Op.WRITE})]
@@ -56,11 +65,23 @@ def exported(tmp_path_factory):
         jobs = team.jobs(4, random_chunks(2, 5), blocks_of(8, 10))
         team.submit_saves(jobs)
         finish(jobs)
-        port = serving.server.metrics_port
-        wait_until(lambda: "no_space" in scrape(port), 5, "a snapshot with the last fault")
-        samples = re.findall(r"^([\w:]+)(?:\{(.*)\})? \S+$", scrape(port), re.MULTILINE)
-    found = {name: set(re.findall(r'(\w+)="', labels)) for name, labels in samples}
+        last = 'not_written_total{reason="no_space"} 0'
+        wait_until(lambda: last not in scrape(port), 5, "a snapshot with the last fault")
+        return before, series(port)
+
+
+@pytest.fixture(scope="module")
+def exported(told):
+    """Return the labels of every sample, by name: the gateway's, the connector's, vLLM's."""
+    found = {name.partition("{")[0]: set(re.findall(r'(\w+)="', name)) for name in told[1]}
     return found | exported_by_connector() | VLLM
+
+
+def test_nothing_appears_with_its_first_event(told):
+    """A rate does not see a counter that begins at 1."""
+    before, after = told
+    appeared = {name for name in after - before if "_database_seconds" not in name}
+    assert not appeared
 
 
 def names_in(expression):

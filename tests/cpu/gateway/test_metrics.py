@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from adp_kv.errors import CardError, ConfigError
 from adp_kv.metrics import SECONDS, Histogram
+from gateway.cards.base import Op, Status
 from gateway.cards.registry import create_card
 from gateway.config import Settings
 from gateway.metrics import METRICS, PREFIX, Snapshot, render
@@ -160,3 +161,10 @@ def test_health_says_when_the_loop_stands_still():
             scrape(server.port, "/etc/passwd")
     finally:
         server.close()
+
+
+def test_labels_that_are_shown_before_are_those_of_cards():
+    known = {metric.name: metric.values for metric in METRICS}
+    reasons = {status.name.lower() for status in Status if status is not Status.OK}
+    assert set(known["objects_missed"]) == set(known["objects_not_written"]) == reasons
+    assert set(known["card_seconds"]) == {op.name.lower() for op in Op}

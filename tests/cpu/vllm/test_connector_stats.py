@@ -3,6 +3,7 @@
 import importlib
 import json
 import pickle
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -140,3 +141,26 @@ def test_what_the_sides_count_is_in_the_table():
 
 def _client():
     return (REPO / "adp_kv" / "sdk" / "rank_client.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("saves_dropped_total", {"reason": "save_timeout_s"}),
+        ("restores_failed_total", {"mode": "async"}),
+        ("lookups_unanswered_total", {}),
+        ("restore_seconds_count", {}),
+    ],
+)
+def test_nothing_appears_with_its_first_event(prometheus, name, labels):
+    """A rate does not see a counter that begins at 1."""
+    _, read = prometheus
+    assert read(name, **labels) == read(name, "1", **labels) == 0
+
+
+def test_labels_that_are_counted_are_those_shown_before():
+    known = {f"{m.name}:{value}" for m in ENGINE_METRICS for value in m.values}
+    sources = "".join(path.read_text() for path in (REPO / "adp_kv/connector").glob("*.py"))
+    counted = set(re.findall(r'"((?:saves_dropped|restores_failed):\w+)"', sources))
+    counted |= {f"saves_dropped:{r}" for r in re.findall(r'_drop\([^"]*?"(\w+)"', sources)}
+    assert counted == known
