@@ -82,7 +82,7 @@ class Session:
                 f"rank {hello.rank} of engine {hello.engine} says world_size {hello.world_size}, "
                 f"namespace {hello.namespace.hex()}, the ranks before it {self.world_size} and "
                 f"{self.namespace.hex()}: all ranks need one model, one set of settings and one "
-                "adp-kv release"
+                "adp-kv release (what a namespace holds: VLLM_LOGGING_LEVEL=DEBUG)"
             )
         member = self.members.get(hello.rank)
         if member is not None and member.identity != identity:

@@ -6,6 +6,7 @@ one exists in each object. Contracts, threads and failure scope are theirs.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from adp_kv.connector.worker import WorkerSide
 from adp_kv.layout.fingerprint import digest
 from adp_kv.wire.curve import read_keys
 
+log = logging.getLogger("adp_kv")
+
 
 class AdpConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
     """Keeps KV cache on a card behind the gateway and brings it back."""
@@ -32,6 +35,7 @@ class AdpConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
         read_keys(settings.key_file)  # a wrong one ends the start, not the cache later
         engine = view_engine(vllm_config, kv_cache_config, settings)
         namespace = digest(engine.facts)
+        log.debug("keys of namespace %s hold: %s", namespace.hex(), engine.facts)
         self._config = kv_cache_config
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
