@@ -253,3 +253,30 @@ def test_fence_of_what_has_ended_waits_for_nothing_newer():
     members.devices[0].main.add(lambda: seen.append(1))
     members.step()
     assert seen
+
+
+def test_ranks_take_turns_with_the_larger_share(monkeypatch):
+    members = Members(3)
+    slots, pages = np.arange(4), np.arange(4)
+    shape = shape_of(slots, 1, 64)  # three ranks share four pages: one of them copies two
+    copied = [0] * 3
+    for rank, device in enumerate(members.devices):
+        one, rows = device.memcpyAsync, device.memcpy2DAsync
+
+        def copy_one(dst, src, size, *rest, rank=rank, one=one):
+            copied[rank] += size
+            one(dst, src, size, *rest)
+
+        def copy_rows(*how, rank=rank, rows=rows):
+            copied[rank] += how[4] * how[5]  # width x height
+            rows(*how)
+
+        monkeypatch.setattr(device, "memcpyAsync", copy_one)
+        monkeypatch.setattr(device, "memcpy2DAsync", copy_rows)
+    larger = set()
+    for _ in range(3):
+        copied[:] = [0] * 3
+        finish(members.restore(shape, members.copies(slots, pages, shape)), members)
+        assert sorted(copied) == [64, 64, 128]
+        larger.add(copied.index(128))
+    assert larger == {0, 1, 2}
