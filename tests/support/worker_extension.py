@@ -49,6 +49,18 @@ def _parts(kind: str | None) -> set[int]:
     return found
 
 
+def _noting(submit: Any, noted: dict[str, tuple[int, list[int]]]) -> Any:
+    """Return submit_save or submit_restore, which then also notes the chunks of the job."""
+
+    def submit_and_note(job: Any, *how: Any) -> None:
+        for key, blocks in zip(job.chunks, job.blocks.tolist(), strict=True):
+            if min(blocks) >= 0:
+                noted[key.tobytes().hex()] = (job.caches[0].part, blocks)
+        submit(job, *how)
+
+    return submit_and_note
+
+
 class WorkerExtension:
     """Mixed into every worker; names start with adp_ so that none of vLLM's is hidden."""
 
@@ -141,6 +153,25 @@ class WorkerExtension:
     def adp_saved(self) -> list[tuple[int, list[int], list[str]]]:
         """Return part, cache indices and chunk keys of each save since adp_note_saves()."""
         return list(_client().adp_saved)
+
+    def adp_note_pages(self) -> None:
+        """From now on keep which blocks chunks are saved from and restored into."""
+        client = _client()
+        noted = client.adp_noted = {}
+        for name in ("submit_save", "submit_restore"):
+            client.__dict__.pop(name, None)
+            client.__dict__[name] = _noting(getattr(client, name), noted)
+
+    def adp_noted_pages(self) -> dict[str, str]:
+        """Return a digest of each such chunk's pages, as they are now on this rank, by its key.
+
+        Whoever asks knows that no restore is under way and that vLLM has not reused the blocks.
+        """
+        digests = {}
+        for key, (part, blocks) in _client().adp_noted.items():
+            pages = self.adp_page_digests([(block, part) for block in blocks])
+            digests[key] = "".join(pages)
+        return digests
 
     def adp_takes_failed_requests(self) -> bool:
         """Return whether vLLM is told of failed restores by request."""
