@@ -219,3 +219,15 @@ def test_groups_of_other_ranks_are_refused(vllm, world_size, place, served):
             return
         with pytest.raises(ConfigError, match=r"rank 3 is rank .* not 1 of 2; set it to 1"):
             vllm.dcp.check_dcp_rank(2, 3)
+
+
+def test_worker_says_its_ranks_if_its_group_is_as_expected(vllm):
+    groups = {
+        "_TP": SimpleNamespace(world_size=2, rank_in_group=1),
+        "_PP": SimpleNamespace(rank_in_group=1),
+        "_DCP": SimpleNamespace(world_size=2, rank_in_group=0),
+    }
+    with mock.patch.multiple(vllm.state, **groups):
+        assert vllm.view.worker_ranks(1) == (3, 1)
+        with pytest.raises(ConfigError, match="decode_context_parallel_size = 2"):
+            vllm.view.worker_ranks(2)
