@@ -25,7 +25,7 @@ from adp_kv.wire.messages import DEFAULT_PORT
 HELP = {
     "gateway": "ZeroMQ address of this engine's gateway: tcp://HOST:PORT or ipc:///PATH",
     "key_file": "secret that both sides have, for a gateway on another host's address; empty: none",
-    "chunk_size": "tokens of an object and of a hit, a multiple of the block size; 0: about 256",
+    "chunk_size": "tokens of an object and a hit, whole blocks (DCP: of all ranks); 0: about 256",
     "key_namespace": "deployments with different names never read each other's objects",
     "nvlink_fanout": "MLA with TP: each rank copies a share of a layer, NVLink brings the rest",
     "load_mode": "layerwise (step waits layer by layer), async (others run meanwhile), auto",

@@ -35,13 +35,19 @@ _WINDOW = "SlidingWindowSpec"
 _STATE = "MambaSpec"
 
 
-def common_block_tokens(kv_cache_config: Any) -> int:
+def common_block_tokens(kv_cache_config: Any, token_shards: int = 1) -> int:
     """Return the tokens after which blocks of all groups end together."""
-    return math.lcm(*(int(g.kv_cache_spec.block_size) for g in kv_cache_config.kv_cache_groups))
+    sizes = [int(g.kv_cache_spec.block_size) for g in kv_cache_config.kv_cache_groups]
+    return math.lcm(*sizes) * token_shards
 
 
-def view_parts(kv_cache_config: Any, chunk_tokens: int) -> tuple[Part, ...]:
+def view_parts(kv_cache_config: Any, chunk_tokens: int, token_shards: int = 1) -> tuple[Part, ...]:
     """Return the groups as parts.
+
+    Args:
+        kv_cache_config: vLLM's caches.
+        chunk_tokens: of a chunk.
+        token_shards: ranks over which the tokens of a block are spread (vllm_dcp.py).
 
     Raises:
         ConfigError: A kind of cache that this release can't serve.
@@ -57,7 +63,7 @@ def view_parts(kv_cache_config: Any, chunk_tokens: int) -> tuple[Part, ...]:
                 "caches: this model is not available in this release of adp-kv"
             )
         spec = next(iter(specs.values()), group.kv_cache_spec)
-        block_tokens = int(group.kv_cache_spec.block_size)
+        block_tokens = int(group.kv_cache_spec.block_size) * token_shards
         parts.append(
             Part(
                 index=index,
@@ -88,6 +94,11 @@ def _kept_tokens(spec: Any) -> int | None:
     if type(spec).__name__ == _WINDOW:
         return int(spec.sliding_window) - 1 + int(getattr(spec, "extra_retained_tokens", 0))
     return 1 if is_recurrent(spec) else None
+
+
+def is_full_attention(spec: Any) -> bool:
+    """Return whether a layer keeps something of every token, MLA's latent included."""
+    return type(spec).__name__ in _FULL
 
 
 def is_recurrent(spec: Any) -> bool:
@@ -184,7 +195,9 @@ def _used_bytes(spec: Any) -> int:
 
 def _slices(spec: Any, vllm_config: Any, tp_rank: int) -> tuple[int, int, int, int]:
     """Return (slice_idx, num_slices, replica_idx, num_replicas) of this rank's cache."""
-    tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
+    parallel = vllm_config.parallel_config
+    tp_size = int(parallel.tensor_parallel_size)
+    token_shards = int(getattr(parallel, "decode_context_parallel_size", 1))
     heads: int | None = tp_size  # a slice for every rank
     if is_recurrent(spec):
         heads = None if getattr(spec, "tp_replicated", False) else tp_size
@@ -194,7 +207,7 @@ def _slices(spec: Any, vllm_config: Any, tp_rank: int) -> tuple[int, int, int, i
         total = int(vllm_config.model_config.get_total_num_kv_heads())
         if max(1, total // tp_size) == spec.num_kv_heads:
             heads = total
-    return head_slices(tp_rank, tp_size, heads)
+    return head_slices(tp_rank, tp_size, heads, token_shards)
 
 
 def _layout(cache: torch.Tensor | Sequence[torch.Tensor], spec: Any) -> str:

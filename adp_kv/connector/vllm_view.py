@@ -1,4 +1,4 @@
-"""Spells vLLM's names, with vllm_caches: configuration, hashes, what a step carries.
+"""Spells vLLM's names, with vllm_caches and vllm_dcp: configuration, hashes, what a step carries.
 
 Everything below the connector works with what this returns: plain facts, geometry,
 numbers. Features are probed for, versions are not compared.
@@ -25,6 +25,7 @@ from adp_kv.connector.vllm_caches import (
     keeps_every_state,
     view_parts,
 )
+from adp_kv.connector.vllm_dcp import check_dcp_rank, dcp_facts, token_shards
 from adp_kv.errors import ConfigError
 from adp_kv.layout.fingerprint import FORMAT_VERSION, weights_fingerprint
 from adp_kv.layout.parts import Part
@@ -46,6 +47,7 @@ class EngineView:
         local_hits_diverge: vLLM may count a local hit that not every group has (0.25).
         draft_cache: a draft model has caches, whose last entries depend on the token after.
         async_beside_others: a request that is alone loads layer by layer, others asynchronously.
+        token_shards: ranks that share the tokens of every block (DCP).
     """
 
     engine_id: str
@@ -60,6 +62,7 @@ class EngineView:
     local_hits_diverge: bool = False
     draft_cache: bool = False
     async_beside_others: bool = False
+    token_shards: int = 1
 
     @property
     def undoable(self) -> bool:
@@ -95,15 +98,16 @@ def view_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSetti
             that does not fit the engine; names the remedy.
     """
     parallel = vllm_config.parallel_config
-    _refuse_context_parallel(parallel)
     _refuse_scales_of_the_day(vllm_config.cache_config)
-    block_tokens = common_block_tokens(kv_cache_config)
+    draft_cache = _has_draft_cache(vllm_config)
+    shards = token_shards(parallel, kv_cache_config, draft_cache=draft_cache)
+    block_tokens = common_block_tokens(kv_cache_config, shards)
     recurrent = has_states(kv_cache_config)
     if recurrent:
         _check_recurrent(vllm_config, settings, block_tokens)
     # States are there at block boundaries only, and not at every one.
-    chunk_tokens = block_tokens if recurrent else _chunk_tokens(settings, block_tokens)
-    parts = view_parts(kv_cache_config, chunk_tokens)
+    chunk_tokens = block_tokens if recurrent else _chunk_tokens(settings, block_tokens, shards)
+    parts = view_parts(kv_cache_config, chunk_tokens, shards)
     return EngineView(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
         world_size=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
@@ -117,7 +121,8 @@ def view_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSetti
         every_state=keeps_every_state(kv_cache_config),
         local_hits_diverge=recurrent
         and not hasattr(vllm_base.KVConnectorBase_V1, "supports_divergent_local_hybrid_hits"),
-        draft_cache=_has_draft_cache(vllm_config),
+        draft_cache=draft_cache,
+        token_shards=shards,
     )
 
 
@@ -151,15 +156,6 @@ def _has_draft_cache(vllm_config: Any) -> bool:
     return speculative is not None and speculative.method not in WITHOUT_DRAFT_CACHE
 
 
-def _refuse_context_parallel(parallel: Any) -> None:
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise ConfigError(
-                f"{name} = {getattr(parallel, name)}: not available in this release of adp-kv; set "
-                "it to 1"
-            )
-
-
 def _refuse_scales_of_the_day(cache: Any) -> None:
     """VLLM 0.25 can take the scales of an fp8 cache from the first batch a process sees."""
     if getattr(cache, "calculate_kv_scales", False):
@@ -180,12 +176,13 @@ def _hash_tokens(vllm_config: Any, kv_cache_config: Any, block_tokens: int) -> i
     return int(resolved or block_tokens)
 
 
-def _chunk_tokens(settings: ConnectorSettings, block_tokens: int) -> int:
+def _chunk_tokens(settings: ConnectorSettings, block_tokens: int, shards: int) -> int:
     chunk = settings.chunk_size or ceil_div(DEFAULT_CHUNK_TOKENS, block_tokens) * block_tokens
     if chunk % block_tokens:
+        of = f" times decode_context_parallel_size {shards}" if shards > 1 else ""
         raise ConfigError(
-            f"chunk_size = {chunk} is no multiple of vLLM's block size {block_tokens}: use "
-            f"{ceil_div(chunk, block_tokens) * block_tokens}, or leave it out"
+            f"chunk_size = {chunk} is no multiple of vLLM's block size {block_tokens // shards}{of}"
+            f": use {ceil_div(chunk, block_tokens) * block_tokens}, or leave it out"
         )
     return chunk
 
@@ -266,6 +263,7 @@ def _facts(
         # The default algorithms hash pickled objects, whose bytes are Python's business.
         "python": None if "cbor" in algorithm else platform.python_version_tuple()[:2],
         "byteorder": sys.byteorder,
+        **dcp_facts(parallel),
     }
 
 
@@ -289,11 +287,16 @@ def _draft(vllm_config: Any) -> list[str | None] | None:
     return [str(getattr(speculative, "method", None)), model, weights]
 
 
-def worker_ranks() -> tuple[int, int]:
-    """Return (rank in the engine, rank in the tensor-parallel group) of this worker."""
+def worker_ranks(token_shards: int) -> tuple[int, int]:
+    """Return (rank in the engine, rank in the tensor-parallel group) of this worker.
+
+    Raises:
+        ConfigError: The ranks that share tokens are not those that token_shards stands for.
+    """
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group  # noqa: PLC0415
 
     tp = get_tp_group()
+    check_dcp_rank(token_shards, tp.rank_in_group)
     return get_pp_group().rank_in_group * tp.world_size + tp.rank_in_group, tp.rank_in_group
 
 

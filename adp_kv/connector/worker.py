@@ -31,6 +31,7 @@ from adp_kv.config import ConnectorSettings, cache_folder, device_connections
 from adp_kv.connector.metadata import AdpMetadata, AdpWorkerMetadata, Chunks
 from adp_kv.connector.steps import AsyncRestore, Step
 from adp_kv.connector.vllm_caches import first_tensor, view_caches
+from adp_kv.connector.vllm_dcp import tell_fanout_is_off
 from adp_kv.connector.vllm_view import (
     EngineView,
     hooks_will_fire,
@@ -119,7 +120,7 @@ class WorkerSide:
             ConfigError: A cache that can't be served.
             GatewayError: No gateway, and gateway_required is set.
         """
-        rank, tp_rank = worker_ranks()
+        rank, tp_rank = worker_ranks(self._engine.token_shards)
         parts = self._engine.parts
         caches = view_caches(kv_caches, vllm_config, kv_cache_config, parts, tp_rank)
         self._caches = {cache.index: cache for cache in caches}
@@ -174,6 +175,9 @@ class WorkerSide:
 
     def _open_fanout(self, mover: Mover, tp_rank: int) -> Fanout | None:
         """Form groups with the other ranks, all of which do so now."""
+        if self._engine.token_shards > 1:
+            tell_fanout_is_off(self._engine.token_shards, tp_rank)
+            return None
         if not any(cache.is_replicated for cache in self._caches.values()):
             log.info("nvlink_fanout: nothing to do, no cache is the same on several ranks")
             return None

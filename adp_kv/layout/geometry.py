@@ -4,6 +4,9 @@
     slice                [ page of block 0 | page of block 1 | ... ]   blocks of one chunk
     page                 the bytes of one block as the engine lays them out
 
+Ranks differ in heads, in tokens (where they share the tokens of every block), in both, or not
+at all: then they hold the same slice.
+
 A page's address is base_address + block * block_stride_bytes.
 """
 
@@ -240,7 +243,7 @@ def joined_pages(name: str, views: Sequence[View], num_blocks: int) -> tuple[int
 
 
 def head_slices(
-    tp_rank: int, tp_size: int, total_kv_heads: int | None
+    tp_rank: int, tp_size: int, total_kv_heads: int | None, token_shards: int = 1
 ) -> tuple[int, int, int, int]:
     """Return (slice_idx, num_slices, replica_idx, num_replicas) of a rank.
 
@@ -249,7 +252,16 @@ def head_slices(
         tp_size: size of that group.
         total_kv_heads: KV heads of the model, or None where every rank holds the same
             bytes (the latent cache of MLA).
+        token_shards: as many ranks next to each other share the tokens of every block, each
+            with a slice of its own; what would be their replicas is split so often.
     """
+    if token_shards > 1:
+        head, num_heads, copy, num_copies = head_slices(tp_rank, tp_size, total_kv_heads)
+        if num_copies % token_shards:  # ranks that share tokens hold unlike heads: nobody's replica
+            return tp_rank, tp_size, 0, 1
+        copy, shard = divmod(copy, token_shards)
+        num_slices = num_heads * token_shards
+        return head * token_shards + shard, num_slices, copy, num_copies // token_shards
     num_slices = 1 if total_kv_heads is None else min(tp_size, total_kv_heads)
     if tp_size % num_slices:
         num_slices = tp_size

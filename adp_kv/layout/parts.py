@@ -28,7 +28,7 @@ class Part:
 
     Attributes:
         index: number of the group.
-        block_tokens: tokens of a block.
+        block_tokens: tokens of a block, those of all ranks that share them.
         blocks_per_chunk: blocks of a chunk in the group's table.
         kept_tokens: how many tokens before the next one a layer still reads: a window less
             one, or 1 for a state; None for all.

@@ -49,6 +49,18 @@ def _parts(kind: str | None) -> set[int]:
     return found
 
 
+def _noting(submit: Any, noted: dict[str, tuple[int, list[int]]]) -> Any:
+    """Return submit_save or submit_restore, which then also notes the chunks of the job."""
+
+    def submit_and_note(job: Any, *how: Any) -> None:
+        for key, blocks in zip(job.chunks, job.blocks.tolist(), strict=True):
+            if min(blocks) >= 0:
+                noted[key.tobytes().hex()] = (job.caches[0].part, blocks)
+        submit(job, *how)
+
+    return submit_and_note
+
+
 class WorkerExtension:
     """Mixed into every worker; names start with adp_ so that none of vLLM's is hidden."""
 
@@ -143,30 +155,22 @@ class WorkerExtension:
         return list(_client().adp_saved)
 
     def adp_note_pages(self) -> None:
-        """From now on keep where the pages of saved and restored chunks are."""
+        """From now on keep which blocks chunks are saved from and restored into."""
         client = _client()
-        client.adp_pages = {}
-        client.__dict__.pop("_submit", None)
-        submit = client._submit
-
-        def noting(job: Any, function: Any) -> None:
-            for key, blocks in zip(job.chunks, job.blocks.tolist(), strict=True):
-                for cache in job.caches:
-                    client.adp_pages[key.tobytes().hex(), cache.index] = blocks
-            submit(job, function)
-
-        client._submit = noting
+        noted = client.adp_noted = {}
+        for name in ("submit_save", "submit_restore"):
+            client.__dict__.pop(name, None)
+            client.__dict__[name] = _noting(getattr(client, name), noted)
 
     def adp_noted_pages(self) -> dict[str, str]:
-        """Return digests of the noted chunks' pages as they are now, by "CHUNK CACHE"."""
-        client = _client()
+        """Return a digest of each such chunk's pages, as they are now on this rank, by its key.
+
+        Whoever asks knows that no restore is under way and that vLLM has not reused the blocks.
+        """
         digests = {}
-        for (chunk, index), blocks in client.adp_pages.items():
-            cache, found = client.caches[index], blake2b(digest_size=16)
-            for block in blocks:
-                address = cache.base_address + block * cache.block_stride_bytes
-                found.update(_bytes_at(address, cache.page_bytes))
-            digests[f"{chunk} {index}"] = found.hexdigest()
+        for key, (part, blocks) in _client().adp_noted.items():
+            pages = self.adp_page_digests([(block, part) for block in blocks])
+            digests[key] = "".join(pages)
         return digests
 
     def adp_takes_failed_requests(self) -> bool:

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
+from adp_kv.layout.geometry import head_slices
 from adp_kv.sdk.rank_client import SAVE_LAYER
 from gateway.cards.base import Op, Status
 from gateway.cards.faulty import Fault, FaultyCard
 from tests.support.cards import memory_card
-from tests.support.clients import Team, blocks_of, finish, pools
+from tests.support.clients import Pool, Team, blocks_of, finish, pools
 from tests.support.process import wait_until
 from tests.support.serving import Serving, random_chunks
 
@@ -95,6 +96,27 @@ def test_replicas_share_the_work_of_a_save():
         moved = [rank.counts["bytes_saved"] for rank in team.ranks]
         assert moved[0] == moved[1]
         assert sum(moved) == 8 * 2 * (1000 + 1000 + 2048)
+
+
+@pytest.mark.parametrize(("tp_size", "heads"), [(2, None), (4, None), (4, 1), (4, 2)])
+def test_ranks_that_share_tokens_get_back_what_each_held(tp_size, heads):
+    """Decode context parallelism by two: ranks next to each other have other pages of a block."""
+    places = [head_slices(rank, tp_size, heads, 2) for rank in range(tp_size)]
+    every = [Pool(list(enumerate((1000, 2048))), place) for place in places]
+    for pool, (slice_idx, *_) in zip(every, places, strict=True):
+        pool.fill(slice_idx)
+    chunks, blocks, elsewhere = random_chunks(3), blocks_of(0, 8, 2), blocks_of(10, 20, 50)
+    with Serving(**SLOTS) as serving, Team(serving.address, every).start() as team:
+        before = kept(team, blocks)
+        team.save(1, chunks, blocks)
+        saved = [rank.counts["bytes_saved"] for rank in team.ranks]
+        assert sum(saved) == 3 * places[0][1] * 2 * (1000 + 2048), "a slice is stored once"
+        for pool in team.pools:
+            pool.clear()
+        jobs = team.restore(2, chunks, elsewhere)
+        assert not any(job.failed_chunks.any() for job in jobs)
+        assert same(team, elsewhere, before)
+        serving.assert_idle()
 
 
 @pytest.mark.parametrize("status", [Status.ABSENT, Status.CORRUPT, Status.IO_ERROR])

@@ -5,6 +5,7 @@ On vLLM's own configuration and hash functions; no engine, no device, some secon
 many is a cache that forgets at every restart.
 """
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -222,3 +223,16 @@ def test_prefix_decides_and_tail_does_not(folder):
 def test_scales_taken_from_the_first_batch_are_refused(folder):
     with pytest.raises(ConfigError, match="calculate_kv_scales"):
         keys(Setup(folder, mutate=put("cache_config.calculate_kv_scales", True)))
+
+
+def test_ranks_that_share_tokens_otherwise_have_keys_of_their_own(folder):
+    """DCP: the same ranks hold other tokens; the gateway sees that only in part."""
+    four = {"tensor_parallel_size": 4}
+    two = four | {"decode_context_parallel_size": 2}
+    layouts = [four, two, two | {"cp_kv_cache_interleave_size": 2}]
+    layouts.append(two | {"cp_kv_cache_interleave_size": 32})
+    found = [keys(Setup(folder, engine=engine)) for engine in layouts]
+    for one, other in itertools.combinations(found, 2):
+        assert one
+        assert one.isdisjoint(other)
+    assert keys(Setup(folder, engine=two | {"dcp_comm_backend": "a2a"})) == found[1]

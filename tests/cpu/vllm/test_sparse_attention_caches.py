@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from adp_kv.config import ConnectorSettings
-from adp_kv.errors import ConfigError
 from adp_kv.layout.geometry import CacheStack
 from adp_kv.sdk.rank_client import declare
 from gateway.session import Session
@@ -147,8 +146,13 @@ def test_pages_of_both_sizes_are_addressed_in_one_put(vllm):
         assert (row == tensors[cache.name][7].data_ptr()).all()
 
 
-@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_sharded_latent_caches_are_refused(vllm, name):
-    config, groups = configs(vllm, "bf16", **{name: 2})
-    with pytest.raises(ConfigError, match=f"{name} = 2"):
-        vllm.view.view_engine(config, groups, ConnectorSettings(nvlink_fanout=True))
+def test_both_caches_are_sharded_by_tokens_with_dcp(vllm):
+    config, groups = configs(vllm, "fp8", tensor_parallel_size=4, decode_context_parallel_size=2)
+    engine = vllm.view.view_engine(config, groups, ConnectorSettings())
+    assert engine.parts[0].block_tokens == 2 * TOKENS
+    tensors = tensors_of_0_32("fp8")
+    for rank in range(4):
+        caches = vllm.caches.view_caches(tensors, config, groups, engine.parts, rank)
+        slices = {(c.slice_idx, c.num_slices, c.replica_idx, c.num_replicas) for c in caches}
+        assert slices == {(rank % 2, 2, rank // 2, 2)}
+        assert not any(cache.is_replicated for cache in caches)

@@ -64,7 +64,8 @@ def worker_module():
 @pytest.fixture
 def side():
     module = worker_module()
-    side = module.WorkerSide(SimpleNamespace(undoable=True), ConnectorSettings(), b"n" * 16)
+    engine = SimpleNamespace(undoable=True, token_shards=1)
+    side = module.WorkerSide(engine, ConnectorSettings(), b"n" * 16)
     side._client = Client()
     names = {0: "l.0.attn", 1: "l.0.indexer", 8: "l.1.attn", 9: "l.1.indexer"}
     side._caches = {
@@ -160,3 +161,15 @@ def test_fanout_that_can_not_be_is_off_with_its_reason(
     side._caches = {0: CacheGeometry(0, "l.0", 0, 64, 64, 8, 1, 0, 1, 0, num_replicas)}
     assert side._open_fanout(HostMover(), 0) is None
     assert told in caplog.text
+
+
+@pytest.mark.parametrize(("tp_rank", "lines"), [(0, 1), (1, 0)])
+def test_fanout_is_off_where_ranks_share_tokens(side, monkeypatch, caplog, tp_rank, lines):
+    """Ranks that hold other tokens exchange nothing; no rank waits for the others to say so."""
+    caplog.set_level("INFO", logger="adp_kv")
+    monkeypatch.setattr(worker_module(), "tell_tp_ranks", None)
+    side._engine.token_shards = 2
+    assert side._open_fanout(HostMover(), tp_rank) is None
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == lines
+    assert all("fan-out is off" in t and "context_parallel_size = 2" in t for t in told)
