@@ -1,10 +1,10 @@
 """Agents that take turns on a GPU cache too small for all of them: fan-out on and off.
 
-python -m benchmarks.agents [--out DIR] [--agents N] [--pairs N] [--tiny]
+python -m benchmarks.agents [--out DIR] [--agents N] [--gpus N] [--pairs N] [--tiny]
 
 Every agent has a prompt of a prefix that its group shares, a history of its own that grows, and
 asks again and again for a few tokens. All ask at once; most of what they need comes back from a
-card in RAM. One engine with tensor parallel 2 and an MLA shape serves all turns, half of them
+card in RAM. One engine with tensor parallelism and an MLA shape serves all turns, half of them
 with the exchange and half with every rank reading all, in pairs. --tiny is for trying it out,
 on a CPU too (where there is nothing to exchange).
 """
@@ -15,7 +15,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ CODE = ("adp_kv/connector", "adp_kv/fanout", "adp_kv/sdk", "adp_kv/transfer", "g
 CHUNK = 256
 OBJECT_BYTES = 288 * KiB  # a chunk of a layer: one value on the card
 ON, OFF = "size", "never"
+PAIR = 2
 START_TIMEOUT_S, TURN_TIMEOUT_S = 280.0, 240.0
 SHAPE: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2",
@@ -49,6 +50,7 @@ class Load:
 
     Attributes:
         agents, groups: agents of a group share a prefix of `shared` tokens.
+        gpus: ranks.
         private: tokens of an agent's own history at first.
         new: tokens that an agent adds to its history with every turn, beside the answer.
         answer: tokens it is answered.
@@ -57,6 +59,7 @@ class Load:
     """
 
     agents: int = 32
+    gpus: int = 2
     groups: int = 4
     shared: int = 4096
     private: int = 8192
@@ -167,7 +170,7 @@ def run(engine: Engine, results: Results, load: Load, pairs: int) -> None:
 
 
 def _rows(results: Results, load: Load, sides: dict[str, Side]) -> None:
-    name = f"agents.{load.agents}"
+    name = f"agents.{load.agents}" + ("" if load.gpus == PAIR else f".{load.gpus}gpu")
     on, off = sides[ON], sides[OFF]
     for side, suffix in ((on, "on"), (off, "off")):
         speed, ttft = statistics.median(side.speeds), statistics.median(side.ttfts)
@@ -208,7 +211,7 @@ class RealEngine:
             "kv_connector": "AdpConnector", "kv_connector_module_path": "adp_kv.connector",
             "kv_role": "kv_both", "kv_connector_extra_config": extra,
         }  # fmt: skip
-        args: dict[str, Any] = {"tensor_parallel_size": 2, "max_num_seqs": load.agents}
+        args: dict[str, Any] = {"tensor_parallel_size": load.gpus, "max_num_seqs": load.agents}
         model: str | Path = "mla"
         if not tiny:
             model = folder
@@ -263,10 +266,11 @@ def main() -> None:
     """Run the benchmark from the command line."""
     parser = argument_parser(__doc__)
     parser.add_argument("--agents", type=int, default=Load().agents, help="how many [32]")
+    parser.add_argument("--gpus", type=int, default=PAIR, help="tensor-parallel ranks [2]")
     parser.add_argument("--pairs", type=int, default=5, help="turns of each mode [5]")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few tokens")
     given = parser.parse_args()
-    load = TINY if given.tiny else Load(agents=given.agents)
+    load = replace(TINY, gpus=given.gpus) if given.tiny else Load(given.agents, given.gpus)
     results = Results("agents")
     with tempfile.TemporaryDirectory() as folder:
         engine = RealEngine(load, Path(folder), tiny=given.tiny)
