@@ -20,6 +20,7 @@ class RequestState:
     Attributes:
         ready_by: until then a gateway that is still being joined is waited for.
         next_chunk: of each part, the first chunk not yet considered for saving.
+        due: with fewer computed tokens a step leaves nothing to save; 0: each step is looked at.
         keys: uint64 [n, 2] of the chunks hashed so far, those of part 0.
         tables: of each part, block ids in order, as the workers know them; what vLLM has
             given up since is still in them.
@@ -31,6 +32,7 @@ class RequestState:
     request: Any
     ready_by: float
     next_chunk: list[int]
+    due: int = 0
     namespace: bytes | None = None
     keys: KeyArray = field(default_factory=lambda: np.zeros((0, 2), dtype=np.uint64))
     tables: list[list[int]] = field(default_factory=list)

@@ -61,6 +61,7 @@ class SaveSide:
         self._picked = Selection()
         # Parts of which every chunk is stored; of others what is at certain boundaries.
         self._by_tokens = [p.index for p in engine.parts if engine.every_state or not p.recurrent]
+        self._only_by_tokens = len(self._by_tokens) == len(engine.parts)
         self._pins: dict[int, Pin] = {}
 
     @property
@@ -88,12 +89,29 @@ class SaveSide:
 
     def consider_again(self, state: RequestState) -> None:
         """After a failed restore: what is computed anew may have to be stored anew."""
-        state.next_chunk = [0] * len(self._engine.parts)
+        state.next_chunk, state.due = [0] * len(self._engine.parts), 0
         for part in self._engine.parts:
             for key in part_keys(state.keys, part.index):
                 self.note(key.tobytes(), stored=False)
 
-    def pick_step(
+    def pick(
+        self, states: Mapping[str, RequestState], output: Any, computed: Mapping[str, int]
+    ) -> None:
+        """Pick what a step completes and what vLLM offers.
+
+        Most requests of a step complete no chunk. vLLM's scheduler waits meanwhile, so they are
+        passed over at the price of a comparison.
+        """
+        for request_id, num_scheduled in output.num_scheduled_tokens.items():
+            state = states.get(request_id)
+            if state is None:
+                continue
+            num_computed = computed.get(request_id, 0)
+            if num_computed + num_scheduled >= state.due:
+                self._pick_step(state, output, num_computed, num_scheduled)
+        self._pick_offered(states, output)
+
+    def _pick_step(
         self, state: RequestState, output: Any, num_computed: int, num_scheduled: int
     ) -> None:
         """Pick what a request's step completes, states that vLLM offers aside."""
@@ -102,11 +120,13 @@ class SaveSide:
             after = num_computed  # the draft model computes its part after the step's save
         final = min(after, state.request.num_tokens)
         chunk, rest = divmod(final, self._engine.chunk_tokens)
-        # Most steps of a decoding request complete nothing, and each step asks for all requests.
         if any(chunk > state.next_chunk[part] for part in self._by_tokens):
             tables = tables_now(output, state.request.request_id)
             # Only what vLLM keeps while this step computes, unless the tables say so themselves.
             self._pick(state, tables or state.tables, final, None if tables else num_computed)
+        if self._only_by_tokens:
+            state.due = (min(state.next_chunk) + 1) * self._engine.chunk_tokens
+            return
         if rest or final != after or self._engine.every_state:
             return
         if offered_states(output) is None:
@@ -159,7 +179,7 @@ class SaveSide:
             if part.recurrent and last < len(table):
                 self._take(state, part, chunk - 1, [table[last]])
 
-    def pick_offered(self, states: Mapping[str, RequestState], output: Any) -> None:
+    def _pick_offered(self, states: Mapping[str, RequestState], output: Any) -> None:
         """Pick the states that vLLM says this step leaves at boundaries (0.29 and later)."""
         for request_id, offers in (offered_states(output) or {}).items():
             state = states.get(request_id)

@@ -338,12 +338,7 @@ class SchedulerSide:
             self._ahead.tell(asked.request, asked.keys, hit, self.saves.pool)
         self._follow_blocks(output)
         if self._settings.save and self._ready():
-            for request_id, num_scheduled in output.num_scheduled_tokens.items():
-                state = self._states.get(request_id)
-                if state is not None:
-                    computed = self._computed.get(request_id, 0)
-                    self.saves.pick_step(state, output, computed, num_scheduled)
-            self.saves.pick_offered(self._states, output)
+            self.saves.pick(self._states, output, self._computed)
         return AdpMetadata(
             step=self._step,
             idle=idle,
@@ -355,18 +350,16 @@ class SchedulerSide:
 
     def _follow_blocks(self, output: Any) -> None:
         """Keep each request's block ids and computed tokens as the workers will see them."""
-        self._computed = {}
+        cached = output.scheduled_cached_reqs
+        self._computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for new in output.scheduled_new_reqs:
             self._computed[new.req_id] = new.num_computed_tokens
             state = self._states.get(new.req_id)
             if state is not None:
                 state.follow_tables(new.block_ids, from_start=True)
-        cached = output.scheduled_cached_reqs
-        for i, request_id in enumerate(cached.req_ids):
-            self._computed[request_id] = cached.num_computed_tokens[i]
-            state = self._states.get(request_id)
-            fresh = cached.new_block_ids[i]
-            if state is not None and fresh is not None:
+        for request_id, fresh in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            state = None if fresh is None else self._states.get(request_id)
+            if state is not None:
                 state.follow_tables(fresh, from_start=request_id in cached.resumed_req_ids)
 
     def on_output(self, output: Any) -> None:

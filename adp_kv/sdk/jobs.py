@@ -154,10 +154,14 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing of this job touches a page any more, now or later."""
+        """Whether nothing of this job touches a page any more, now or later.
+
+        The forward pass asks in every step and must not wait for the client, which holds the lock
+        as long as it takes to start a copy. One reading of a count that only falls needs none.
+        """
+        if not self.abandoned:
+            return self._num_unfinished == 0
         with self.lock:
-            if not self.abandoned:
-                return self._num_unfinished == 0
             return all(self._ended(t) for p in self._progress.values() for t in p.tickets)
 
     def _ended(self, ticket: Ticket) -> bool:

@@ -48,6 +48,15 @@ def test_wait_returns_tickets_once_all_is_settled(job):
     assert not job.finished
 
 
+def test_asking_whether_it_is_finished_does_not_wait_for_a_copy_that_is_being_started(job):
+    told = []
+    with job.lock:  # as the client holds it
+        thread = threading.Thread(target=lambda: told.append(job.finished), daemon=True)
+        thread.start()
+        thread.join(5)
+        assert told == [False]
+
+
 def test_job_is_finished_with_its_last_object(job):
     for cache in (0, 1):
         job.note_started(cache, 3, None)

@@ -271,7 +271,9 @@ def restored(side):
     chunks = side.build_meta(
         SimpleNamespace(
             scheduled_new_reqs=[],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[]),
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[], num_computed_tokens=[], new_block_ids=[]
+            ),
             num_scheduled_tokens={},
             total_num_scheduled_tokens=0,
         )

@@ -328,3 +328,41 @@ def test_request_that_ended_before_the_step_is_not_concerned(side, module):
         side.build_meta(output_of())
     failed_restore(side, module, 3, {1})
     assert side.saves.pool.evicted == {1}
+
+
+def decode_step(side, computed):
+    """Build a step in which a request of 4 blocks computes its next token."""
+    cached = SimpleNamespace(
+        req_ids=["r"], num_computed_tokens=[computed], new_block_ids=[None], resumed_req_ids=set()
+    )
+    output = SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens={"r": 1},
+        total_num_scheduled_tokens=1,
+    )
+    return side.build_meta(output)
+
+
+def test_decoding_asks_for_keys_only_where_a_chunk_is_complete(side, monkeypatch):
+    request = request_of(4 * 32, 0)
+    side.on_new_request(request)
+    new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=([1, 2, 3, 4],))
+    side.build_meta(output_of([new], {"r": 8}))
+    looked, saved = [], []
+    pick = side.saves._pick_step
+    monkeypatch.setattr(side.saves, "_pick_step", lambda *a: (looked.append(a[2]), pick(*a))[1])
+    for computed in range(8, 2 * CHUNK):
+        saved += [computed for _ in decode_step(side, computed).save]
+    assert saved == looked == [CHUNK - 1, 2 * CHUNK - 1]
+
+
+def test_after_a_failed_restore_decoding_stores_again_what_it_had(side, module):
+    request = request_of(4 * 32, 0)
+    side.on_new_request(request)
+    new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=([1, 2, 3, 4],))
+    assert len(side.build_meta(output_of([new], {"r": CHUNK})).save) == 1
+    assert not decode_step(side, CHUNK).save
+    report = module.AdpWorkerMetadata(failed_requests={"r"})
+    side.on_output(SimpleNamespace(kv_connector_worker_meta=report))
+    assert len(decode_step(side, CHUNK + 1).save) == 1
