@@ -75,11 +75,11 @@ def _default(field: msgspec.structs.FieldInfo) -> object:
 
 
 def card_table(struct: type[msgspec.Struct]) -> str:
-    """Return a card's settings; meanings are those of its docstring and its bases'."""
+    """Return a card's settings, required ones first, with what its docstring and its bases' say."""
     told: dict[str, str] = {}
     for base in reversed(struct.__mro__):
         told |= attributes(base) if issubclass(base, msgspec.Struct) else {}
-    fields = msgspec.structs.fields(struct)
+    fields = sorted(msgspec.structs.fields(struct), key=lambda field: not field.required)
     rows = [(f"`{f.name}`", shown(_default(f)), told[f.name]) for f in fields]
     return table(("setting", "default", "meaning"), rows)
 

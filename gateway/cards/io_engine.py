@@ -84,27 +84,29 @@ class Progress(Generic[RequestT]):
 
     Attributes:
         next_row: the first row not begun.
-        began_ns: int64 [n], when rows were begun; valid where they were.
+        num_begun: rows that an executor began.
+        took_ns: int64 [n], minus when a row was begun; plus when it was completed.
         left: rows not completed.
         results: int32 [n], valid where completed.
     """
 
     request: RequestT
     next_row: int = 0
+    num_begun: int = 0
     left: int = field(init=False)
     results: NDArray[np.int32] = field(init=False)
-    began_ns: NDArray[np.int64] = field(init=False)
+    took_ns: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
         self.left = len(self.request.fds)
-        self.began_ns = np.zeros(self.left, dtype=np.int64)
+        self.took_ns = np.empty(self.left, dtype=np.int64)
         self.results = np.full(self.left, -errno.ECANCELED, dtype=np.int32)
 
     def take(self, limit: int) -> slice:
         """Return the next rows to begin, at most `limit`."""
         rows = slice(self.next_row, min(self.next_row + limit, len(self.results)))
-        self.next_row = rows.stop
-        self.began_ns[rows] = time.monotonic_ns()
+        self.next_row = self.num_begun = rows.stop
+        self.took_ns[rows] = -time.monotonic_ns()
         return rows
 
     def cancel_rest(self) -> None:

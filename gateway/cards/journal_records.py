@@ -25,6 +25,7 @@ from enum import IntEnum
 from typing import Final, TypeAlias
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from adp_kv.wire.keys import KeyArray
@@ -232,8 +233,14 @@ def _are_last_of_their_key(records: RecordArray) -> NDArray[np.bool_]:
 def record_checksums(records: RecordArray, seed: int) -> NDArray[np.uint64]:
     """Return the xxh64 of the first 56 bytes of each record: uint64 [n].
 
-    A column at a time: 1500 records cost about 0.1 ms where a call each costs 0.5.
+    By a call each, or a column at a time: that costs about 0.12 ms for 1000 records, and
+    almost as much for one.
     """
+    if len(records) <= _FEW:
+        data = records.tobytes()
+        starts = range(0, len(data), RECORD.itemsize)
+        digests = [xxhash.xxh64_intdigest(data[i : i + _SEALED], seed) for i in starts]
+        return np.array(digests, dtype=np.uint64)
     words: NDArray[np.uint64] = np.ascontiguousarray(records.view("<u8").reshape(-1, 8).T)
     lanes = [
         _round(np.full_like(words[0], (start + seed) % 2**64), words[i])
@@ -246,7 +253,7 @@ def record_checksums(records: RecordArray, seed: int) -> NDArray[np.uint64]:
     for lane in lanes:
         mixed ^= _round(np.zeros_like(lane), lane)
         mixed = mixed * _P1 + _P4
-    mixed += np.uint64(56)
+    mixed += np.uint64(_SEALED)
     for word in words[4:7]:
         mixed ^= _round(np.zeros_like(word), word)
         mixed = _rotate(mixed, 27) * _P1 + _P4
@@ -258,6 +265,8 @@ def record_checksums(records: RecordArray, seed: int) -> NDArray[np.uint64]:
     return mixed
 
 
+_FEW: Final = 512
+_SEALED: Final = 56  # bytes of a record that its checksum covers
 _P1: Final = np.uint64(0x9E3779B185EBCA87)
 _P2: Final = np.uint64(0xC2B2AE3D27D4EB4F)
 _P3: Final = np.uint64(0x165667B19E3779F9)

@@ -1,7 +1,7 @@
 """The embedded card: slabs of fixed slots on local NVMe, files or block devices.
 
     submit ──► planner: look up, pin or allocate ──► I/O engine: O_DIRECT
-                                                         │ parts of PART_ROWS entries
+                                                         │ parts of about 8 MiB
     on_done ◄── checkers: xxh3, journal, index ◄─────────┘
 
 A batch is planned at once and runs in parts, so that checking one overlaps the I/O of

@@ -1,6 +1,12 @@
 """What the slab card does with a batch: plan it, move its bytes, check them.
 
-    plan: look up, pin or allocate ─► engine, parts of PART_ROWS ─► check: xxh3, journal, index
+    plan: look up, pin or allocate ─► engine, part by part ─► xxh3 of each part
+                                                                  │ after a batch's last one
+                                                     status ◄── keep: journal, index
+
+Parts let the checksums of one overlap the I/O of the next. What is vectorised over entries
+(journal, index, pins, counters) costs about the same for few as for many and is done once
+a batch.
 
 Threads. plan() on the planner, the engine's completions on its thread, checks on the
 checkers. A database's table lock is held for vectorised work and journal appends alone.
@@ -14,13 +20,14 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from adp_kv.errors import CardError
+from adp_kv.units import MiB
 from adp_kv.wire.keys import KeyArray
 from gateway.cards.base import Batch, CardLimits, Op, Status
 from gateway.cards.batches import PendingBatch, Rows, WorkerPool, by_database, value_checksums
@@ -35,28 +42,49 @@ from gateway.cards.slab_settings import SlabSettings
 
 _logger: Final = logging.getLogger(__name__)
 
-PART_ROWS: Final = 64
-"""Entries that are checked and journalled together; also about one queue's depth."""
+PART_BYTES: Final = 8 * MiB
+"""Of I/O in a part with more than one entry."""
+
+_MAX_PART_ROWS: Final = 256
 
 SCRUB_TOKEN: Final = -1
 """The token of a batch that reads to find damage, not for a reader."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Entries of a batch that go through the engine together.
+@dataclass(slots=True)
+class _Transfer:
+    """The entries of a batch whose bytes move.
 
     Attributes:
+        pending: their batch.
         rows: int64 [k], positions in the batch.
         slots: int64 [k], pinned (READ) or allocated (WRITE).
         sizes: uint32 [k], bytes of I/O: lengths padded to the alignment.
-        checksums: uint64 [k], expected ones of a READ.
+        expected: uint64 [k], checksums that a READ must have.
+        digests: uint64 [k], checksums of what was moved; 0 where they are off.
+        results: int32 [k], bytes moved or -errno.
+        parts_left: parts that have not ended.
     """
 
+    pending: PendingBatch
     rows: Rows
     slots: Locations
     sizes: NDArray[np.uint32]
-    checksums: NDArray[np.uint64]
+    expected: NDArray[np.uint64]
+    parts_left: int
+    digests: NDArray[np.uint64] = field(init=False)
+    results: NDArray[np.int32] = field(init=False)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.digests = np.zeros(self.rows.size, dtype=np.uint64)
+        self.results = np.full(self.rows.size, -errno.EIO, dtype=np.int32)
+
+    def end_part(self) -> bool:
+        """Return whether it was the last."""
+        with self.lock:
+            self.parts_left -= 1
+            return self.parts_left == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,98 +255,112 @@ class Flows:
         checksums: NDArray[np.uint64],
     ) -> None:
         """Send rows to the engine in parts; slots and checksums are columns of the batch."""
+        if not moving.size:
+            return
         batch = pending.batch
-        sizes = _padded(_lengths(batch), self._limits.alignment_bytes)
-        starts = range(0, moving.size, PART_ROWS)
-        pending.expect(len(starts))
-        for start in starts:
-            rows = moving[start : start + PART_ROWS]
-            part = _Part(rows, slots[rows], sizes[rows], checksums[rows])
-            check = self._check_read if batch.op is Op.READ else self._check_write
-            offsets = part.slots.astype(np.uint64) * np.uint64(self._settings.slot_bytes)
+        sizes = _padded(_lengths(batch)[moving], self._limits.alignment_bytes)
+        parts = _cut(sizes)
+        mine = slots[moving]
+        transfer = _Transfer(pending, moving, mine, sizes, checksums[moving], len(parts))
+        pending.expect(1)
+        fds = self._fds[batch.databases[moving]]
+        offsets = mine.astype(np.uint64) * np.uint64(self._settings.slot_bytes)
+        offsets += np.uint64(DATA_OFFSET)
+        addresses = _addresses(batch)[moving]
+        for part in parts:
             self._with.engine.submit(
                 IoRequest(
                     write=batch.op is Op.WRITE,
-                    fds=self._fds[batch.databases[rows]],
-                    offsets=offsets + np.uint64(DATA_OFFSET),
-                    addresses=_addresses(batch)[rows],
-                    lengths=part.sizes,
-                    on_complete=functools.partial(self._hand_over, pending, part, check),
+                    fds=fds[part],
+                    offsets=offsets[part],
+                    addresses=addresses[part],
+                    lengths=sizes[part],
+                    on_complete=functools.partial(self._hand_over, transfer, part),
                 )
             )
 
-    def _hand_over(
-        self,
-        pending: PendingBatch,
-        part: _Part,
-        check: Callable[[PendingBatch, _Part, NDArray[np.int32]], None],
-        results: NDArray[np.int32],
-    ) -> None:
-        """Run on the engine's thread: leave the rest to a checker."""
-
-        def work() -> None:
-            try:
-                check(pending, part, results)
-            finally:
-                self._settle(pending)
-
-        self._with.checkers.put(work)
-
-    def _check_read(self, pending: PendingBatch, part: _Part, results: NDArray[np.int32]) -> None:
-        batch, rows = pending.batch, part.rows
-        status = np.full(rows.size, Status.OK, dtype=np.uint8)
-        status[results < 0] = Status.IO_ERROR
-        # The slab ends early or the device stopped short: the value is not all there.
-        status[(results >= 0) & (results != part.sizes)] = Status.CORRUPT
-        read = np.flatnonzero(status == Status.OK)
+    def _hand_over(self, transfer: _Transfer, part: slice, results: NDArray[np.int32]) -> None:
+        """Run on the engine's thread: leave what takes time to a checker."""
         if self._settings.checksums:
-            status[read[self._digests(batch, rows[read]) != part.checksums[read]]] = Status.CORRUPT
-        corrupt = status == Status.CORRUPT
+            self._with.checkers.put(functools.partial(self._check, transfer, part, results))
+            return
+        transfer.results[part] = results
+        if transfer.end_part():
+            self._with.checkers.put(functools.partial(self._finish, transfer))
+
+    def _check(self, transfer: _Transfer, part: slice, results: NDArray[np.int32]) -> None:
+        """Compute a part's checksums; whoever ends the last part finishes the batch."""
+        try:
+            batch, rows = transfer.pending.batch, transfer.rows[part]
+            whole = np.flatnonzero(results == transfer.sizes[part])
+            chosen = rows[whole]
+            digests = transfer.digests[part]
+            digests[whole] = value_checksums(
+                batch.keys[chosen],
+                batch.databases[chosen],
+                _addresses(batch)[chosen],
+                _lengths(batch)[chosen],
+            )
+            transfer.results[part] = results  # last: a part that broke stays EIO
+        finally:
+            if transfer.end_part():
+                self._finish(transfer)
+
+    def _finish(self, transfer: _Transfer) -> None:
+        pending = transfer.pending
+        try:
+            if pending.batch.op is Op.READ:
+                self._keep_read(transfer)
+            else:
+                self._keep_written(transfer)
+        finally:
+            if pending.batch.op is Op.WRITE:
+                self._with.groups.release(pending.batch.namespace, transfer.rows.size)
+            self._settle(pending)
+
+    def _keep_read(self, transfer: _Transfer) -> None:
+        batch, rows, results = transfer.pending.batch, transfer.rows, transfer.results
+        status = np.full(rows.size, Status.OK, dtype=np.uint8)
+        # The slab ends early or the device stopped short: the value is not all there.
+        corrupt = results != transfer.sizes
+        if self._settings.checksums:
+            corrupt |= transfer.digests != transfer.expected
+        failed = results < 0
+        corrupt &= ~failed
+        status[corrupt] = Status.CORRUPT
+        status[failed] = Status.IO_ERROR
         for database, here in self._in_part(batch, rows):
             bad = here[corrupt[here]]
             with database.table.lock:
-                self._lose(database, batch.keys[rows[bad]], part.slots[bad])
-                database.table.unpin(part.slots[here])
-        pending.status[rows] = status
-        self.count("corrupt", int(corrupt.sum()))
+                self._lose(database, batch.keys[rows[bad]], transfer.slots[bad])
+                database.table.unpin(transfer.slots[here])
+        transfer.pending.status[rows] = status
+        self.count("corrupt", int(np.count_nonzero(corrupt)))
         name = "scrubbed_bytes" if batch.token == SCRUB_TOKEN else "bytes_read"
         self._count_io(name, batch, rows, results, status == Status.OK)
 
-    def _check_write(self, pending: PendingBatch, part: _Part, results: NDArray[np.int32]) -> None:
-        try:
-            self._keep_written(pending, part, results)
-        finally:
-            self._with.groups.release(pending.batch.namespace, part.rows.size)
-
-    def _keep_written(self, pending: PendingBatch, part: _Part, results: NDArray[np.int32]) -> None:
-        batch, rows = pending.batch, part.rows
-        written = results == part.sizes
-        digests = np.zeros(rows.size, dtype=np.uint64)
-        if self._settings.checksums:
-            digests[written] = self._digests(batch, rows[written])
+    def _keep_written(self, transfer: _Transfer) -> None:
+        pending, rows, results = transfer.pending, transfer.rows, transfer.results
+        batch = pending.batch
+        written = results == transfer.sizes
         lengths = _lengths(batch)[rows]
         for database, here in self._in_part(batch, rows):
             done, failed = here[written[here]], here[~written[here]]
             with database.table.lock:
                 pending.status[rows[done]] = database.put(
                     batch.keys[rows[done]],
-                    part.slots[done],
+                    transfer.slots[done],
                     lengths[done],
-                    digests[done],
+                    transfer.digests[done],
                     _groups(batch, rows[done]),
                     batch.namespace,
                 )
-                database.table.give_back(part.slots[failed])
-                database.dirty_bytes += int(part.sizes[done].sum(dtype=np.int64))
+                database.table.give_back(transfer.slots[failed])
+                database.dirty_bytes += int(transfer.sizes[done].sum(dtype=np.int64))
                 if database.dirty_bytes >= self._settings.sync_bytes:
                     self._with.sync_soon()
         pending.status[rows[results == -errno.ENOSPC]] = Status.NO_SPACE
         self._count_io("bytes_written", batch, rows, results, written)
-
-    def _digests(self, batch: Batch, rows: Rows) -> NDArray[np.uint64]:
-        return value_checksums(
-            batch.keys[rows], batch.databases[rows], _addresses(batch)[rows], _lengths(batch)[rows]
-        )
 
     def count(self, name: str, amount: int) -> None:
         """Add to a counter."""
@@ -370,3 +412,9 @@ def _groups(batch: Batch, rows: Rows) -> NDArray[np.uint64]:
 def _padded(lengths: NDArray[np.uint32], alignment: int) -> NDArray[np.uint32]:
     mask = np.uint32(alignment - 1)
     return (lengths + mask) & ~mask
+
+
+def _cut(sizes: NDArray[np.uint32]) -> list[slice]:
+    """Return parts of at most PART_BYTES each, but for one of a single longer entry."""
+    rows = max(1, min(_MAX_PART_ROWS, PART_BYTES // int(sizes.max())))
+    return [slice(start, start + rows) for start in range(0, sizes.size, rows)]

@@ -8,6 +8,7 @@ from adp_kv.errors import ConfigError
 from adp_kv.units import PAGE_BYTES, KiB, MiB
 from gateway.cards.engines import EngineKind
 from gateway.cards.retention import RetentionSettings
+from gateway.cards.settings import check_range
 
 _MAX_DATABASES: Final = 4096
 _MAX_SLOT_BYTES: Final = 1 << 30
@@ -65,14 +66,14 @@ class SlabSettings(RetentionSettings, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(f"slot_bytes: {self.slot_bytes} is no multiple of {PAGE_BYTES}")
         if self.alignment_bytes not in _ALIGNMENTS:
             raise ConfigError(f"alignment_bytes: {self.alignment_bytes} is none of {_ALIGNMENTS}")
-        _check_range("slot_bytes", self.slot_bytes, PAGE_BYTES, _MAX_SLOT_BYTES)
-        _check_range("num_databases", self.num_databases, 1, _MAX_DATABASES)
-        _check_range("queue_depth", self.queue_depth, 1, _MAX_QUEUE_DEPTH)
+        check_range("slot_bytes", self.slot_bytes, PAGE_BYTES, _MAX_SLOT_BYTES)
+        check_range("num_databases", self.num_databases, 1, _MAX_DATABASES)
+        check_range("queue_depth", self.queue_depth, 1, _MAX_QUEUE_DEPTH)
         for name in ("io_threads", "checker_threads", "sync_bytes"):
-            _check_range(name, getattr(self, name), 1, None)
-        _check_range("sync_interval_s", self.sync_interval_s, _MIN_SYNC_INTERVAL_S, None)
+            check_range(name, getattr(self, name), 1, None)
+        check_range("sync_interval_s", self.sync_interval_s, _MIN_SYNC_INTERVAL_S, None)
         for name in ("lock_wait_s", "close_timeout_s", "scrub_bytes_per_s"):
-            _check_range(name, getattr(self, name), 0, None)
+            check_range(name, getattr(self, name), 0, None)
         if self.devices and len(self.devices) != self.num_databases:
             raise ConfigError(
                 f"devices: {len(self.devices)} for {self.num_databases} databases; name one each"
@@ -89,9 +90,3 @@ class SlabSettings(RetentionSettings, frozen=True, kw_only=True, forbid_unknown_
     def slots_per_database(self) -> int:
         """Values a database holds, not counting markers."""
         return self.capacity_bytes // self.num_databases // self.slot_bytes
-
-
-def _check_range(name: str, value: float, lowest: float, highest: int | None) -> None:
-    if value < lowest or (highest is not None and value > highest):
-        upper = "more" if highest is None else str(highest)
-        raise ConfigError(f"{name}: {value} is not in {lowest}..{upper}")

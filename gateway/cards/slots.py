@@ -30,6 +30,8 @@ from gateway.cards.group_queue import GroupRows
 from gateway.cards.groups import GroupTable
 from gateway.cards.index import ABSENT, KeyIndex, Locations
 
+_ONE: Final = np.uint32(1)  # of the pins' own type: ten times as fast as an int
+
 
 class SlotTable:
     """Slots of one database (see the module's contract).
@@ -153,13 +155,13 @@ class SlotTable:
         same = self.lengths[places] == lengths
         status[here & same] = Status.OK
         status[here & ~same] = Status.CORRUPT
-        np.add.at(self._pins, places[here & same], 1)
+        np.add.at(self._pins, places[here & same], _ONE)
         return slots, status, self.checksums[places]
 
     def unpin(self, slots: Locations) -> None:
         """End one read of each slot; one named twice was pinned twice."""
         slots = self._clip(slots)
-        np.subtract.at(self._pins, slots, 1)
+        np.subtract.at(self._pins, slots, _ONE)
         dying = self._dying[slots]
         if not dying.any():
             return
@@ -225,8 +227,12 @@ class SlotTable:
         return removed >= 0
 
     def _release(self, slots: Locations) -> None:
-        self._groups.uncommit(self.row_at(slots[slots > self.marker]))
+        markers = slots[slots > self.marker]
+        if markers.size:
+            self._groups.uncommit(self.row_at(markers))
         slots = slots[(slots >= 0) & (slots < self.marker)]
+        if not slots.size:
+            return
         self._groups.count_slots(self.row_at(slots), -1)
         self.rows[slots] = NO_GROUP
         busy = self._pins[slots] > 0

@@ -1,6 +1,6 @@
 """An io_uring whose queues are numpy views: entries are filled and reaped by the column.
 
-    push(rows) ──► submission queue ──enter()──► kernel ──► completion queue ──► reap()
+    append(rows) ──► submission queue ──enter()──► kernel ──► completion queue ──► reap()
 
 Byte map. Submission and completion entries are SQE (64 bytes) and CQE (16 bytes) as in
 <linux/io_uring.h>; the rings' indices are uint32 that wrap. A wide ring has WIDE_SQE (128
@@ -69,6 +69,9 @@ WIDE_SQE: Final = np.dtype(
 )
 CQE: Final = np.dtype([("user_data", "<u8"), ("res", "<i4"), ("flags", "<u4")])
 WIDE_CQE: Final = np.dtype([*((n, CQE[n]) for n in CQE.names or ()), ("extra", "<u8", (2,))])
+
+EntryArray: TypeAlias = NDArray[np.void]
+"""SQE or WIDE_SQE [n]."""
 
 CompletionArray: TypeAlias = NDArray[np.void]
 """CQE or WIDE_CQE [n]."""
@@ -206,7 +209,27 @@ class URing:
             _check(_syscall(_SYS_REGISTER, self._fd, _UNREGISTER_BUFFERS, None, 0))
             self._registered = False
 
-    def push(
+    def append(self, rows: EntryArray) -> None:
+        """Queue n entries that transfers() or commands() made; they start at the next enter().
+
+        Raises:
+            ValueError: in_flight + n would pass `entries`; nothing was queued.
+        """
+        n = len(rows)
+        if self.in_flight + n > self.entries:
+            raise ValueError(f"{n} entries on top of {self.in_flight} pass {self.entries}")
+        tail = int(self._sq_tail[0])
+        # Whole entries, zeros included: the queue's rows are reused.
+        start = tail & (self.entries - 1)
+        head = self.entries - start
+        self._sqes[start : start + n] = rows[:head]
+        if n > head:
+            self._sqes[: n - head] = rows[head:]
+        self._sq_tail[0] = (tail + n) & _WRAP
+        self.in_flight += n
+        self._unsubmitted += n
+
+    def transfers(
         self,
         opcode: Column,
         fd: Column,
@@ -215,8 +238,8 @@ class URing:
         lengths: Column,
         user_data: NDArray[np.uint64],
         buffers: Column = 0,
-    ) -> None:
-        """Queue n entries; they start at the next enter().
+    ) -> EntryArray:
+        """Return n entries.
 
         Args:
             opcode: OP_* of all or of each row.
@@ -226,9 +249,6 @@ class URing:
             lengths: bytes, of all or of each row.
             user_data: uint64 [n], handed back in the completion.
             buffers: registered buffer that holds the memory, for *_FIXED rows.
-
-        Raises:
-            ValueError: in_flight + n would pass `entries`; nothing was queued.
         """
         rows = np.zeros(len(user_data), dtype=self._sqe)
         rows["opcode"] = opcode
@@ -238,25 +258,22 @@ class URing:
         rows["length"] = lengths
         rows["user_data"] = user_data
         rows["buffer"] = buffers
-        self._append(rows)
+        return rows
 
-    def push_commands(
+    def commands(
         self,
         code: int,
         fds: NDArray[np.int32],
         payloads: NDArray[np.uint8],
         user_data: NDArray[np.uint64],
-    ) -> None:
-        """Queue n commands to the drivers of files; wide rings only.
+    ) -> EntryArray:
+        """Return n entries with commands to the drivers of files; wide rings only.
 
         Args:
             code: the driver's number of the command.
             fds: int32 [n].
             payloads: uint8 [n, <= PAYLOAD_BYTES], the command itself.
             user_data: uint64 [n], handed back in the completion.
-
-        Raises:
-            ValueError: in_flight + n would pass `entries`; nothing was queued.
         """
         rows = np.zeros(len(user_data), dtype=self._sqe)
         rows["opcode"] = OP_URING_CMD
@@ -264,24 +281,10 @@ class URing:
         rows["offset"] = code
         rows["payload"][:, : payloads.shape[1]] = payloads
         rows["user_data"] = user_data
-        self._append(rows)
-
-    def _append(self, rows: NDArray[np.void]) -> None:
-        n = len(rows)
-        if self.in_flight + n > self.entries:
-            raise ValueError(f"{n} entries on top of {self.in_flight} pass {self.entries}")
-        tail = int(self._sq_tail[0])
-        # Whole entries, zeros included: the queue's rows are reused.
-        start = tail & (self.entries - 1)
-        head = min(n, self.entries - start)
-        self._sqes[start : start + head] = rows[:head]
-        self._sqes[: n - head] = rows[head:]
-        self._sq_tail[0] = (tail + n) & _WRAP
-        self.in_flight += n
-        self._unsubmitted += n
+        return rows
 
     def enter(self, min_complete: int) -> None:
-        """Start what was pushed and wait for `min_complete` completions (GIL released).
+        """Start what was queued and wait for `min_complete` completions (GIL released).
 
         Raises:
             OSError: The kernel refused; the ring should be given up.
@@ -326,7 +329,7 @@ def probe() -> str | None:
         return f"{error.strerror} ({errno.errorcode.get(error.errno or 0, '?')})"
     try:
         one = np.ones(1, dtype=np.uint64)
-        ring.push(OP_NOP, -1, one, one, 0, one)
+        ring.append(ring.transfers(OP_NOP, -1, one, one, 0, one))
         ring.enter(1)
         done = ring.reap()
     except OSError as error:

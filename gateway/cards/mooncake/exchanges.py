@@ -20,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from adp_kv.units import PAGE_BYTES, align_up
 from adp_kv.wire.keys import KeyArray
-from gateway.cards.base import Op, Status, StatusArray
-from gateway.cards.batches import PendingBatch, Rows, checksum_at, checksum_seeds
+from gateway.cards.base import Op, Status
+from gateway.cards.batches import Rows, checksum_at, checksum_seeds
 from gateway.cards.mooncake.engine import (
     BAD_SIZE,
     GONE,
@@ -40,6 +40,7 @@ from gateway.cards.mooncake.engine import (
     Engine,
     unreachable,
 )
+from gateway.cards.parts import Part
 from gateway.cards.value_header import HEADER, HEADERS, MAGIC, VERSION
 
 _STAGE_ALIGNMENT: Final = 64
@@ -50,31 +51,18 @@ Ranges: TypeAlias = Sequence[tuple[int, int]]
 
 
 @dataclass(slots=True)
-class Part:
+class MooncakePart(Part):
     """Entries of a batch for one store.
 
     Attributes:
-        pending: their batch.
-        rows: int64 [n], positions in the batch.
-        status: uint8 [n], IO_ERROR until a code says otherwise.
         answered: whether the master answered every question.
         change: how many values there are more than before.
         first_error: code of the first entry that is IO_ERROR, 0 if there is none.
     """
 
-    pending: PendingBatch
-    rows: Rows
-    status: StatusArray = field(init=False)
     answered: bool = True
     change: int = 0
     first_error: int = 0
-
-    def __post_init__(self) -> None:
-        self.status = np.full(len(self.rows), Status.IO_ERROR, dtype=np.uint8)
-
-    def settle(self) -> None:
-        """Hand the statuses over; does not end the batch."""
-        self.pending.status[self.rows] = self.status
 
 
 class Scratch:
@@ -115,7 +103,7 @@ class Entries:
         pointers, sizes: of the pieces of each.
     """
 
-    part: Part
+    part: MooncakePart
     chosen: Rows
     names: list[str]
     seeds: list[int]
@@ -146,7 +134,7 @@ class Tools:
     longest: int
 
 
-def run(part: Part, tools: Tools) -> None:
+def run(part: MooncakePart, tools: Tools) -> None:
     """Run a part; it gets its statuses."""
     batch = part.pending.batch
     if batch.addresses is None or batch.lengths is None or batch.op in (Op.EXIST, Op.DELETE):
@@ -185,7 +173,7 @@ def names_of(prefix: str, keys: KeyArray) -> list[str]:
 
 
 def _entries(
-    part: Part,
+    part: MooncakePart,
     chosen: Rows,
     addresses: NDArray[np.int64],
     lengths: NDArray[np.int64],
@@ -224,7 +212,7 @@ def _places(
     return np.where(known, addresses, scratch.stage + np.cumsum(rounded) - rounded)
 
 
-def _ask(part: Part, engine: Engine, names: list[str]) -> None:
+def _ask(part: MooncakePart, engine: Engine, names: list[str]) -> None:
     if part.pending.batch.op is Op.EXIST:
         codes = engine.exist(names)
         part.status[codes == 0] = Status.ABSENT
@@ -295,7 +283,7 @@ def _gone(codes: Codes) -> NDArray[np.bool_]:
     return np.isin(codes, list(GONE))
 
 
-def _note(part: Part, codes: Codes) -> None:
+def _note(part: MooncakePart, codes: Codes) -> None:
     """Remember what went wrong."""
     wrong = codes[(codes < 0) & ~_gone(codes)]
     if wrong.size:

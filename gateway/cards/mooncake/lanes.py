@@ -20,18 +20,16 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
+from typing_extensions import override
 
-from adp_kv.units import MiB
 from gateway.cards.base import Status
 from gateway.cards.batches import WorkerPool
 from gateway.cards.mooncake.engine import Engine, meaning
-from gateway.cards.mooncake.exchanges import Part, Scratch, Tools, run
+from gateway.cards.mooncake.exchanges import MooncakePart, Scratch, Tools, run
 from gateway.cards.mooncake.settings import Master, MooncakeSettings
+from gateway.cards.parts import PART_BYTES, Lanes
 
 _logger: Final = logging.getLogger(__name__)
-
-PART_BYTES: Final = 8 * MiB
-"""Of values in a part with more than one entry."""
 
 _ROUNDING: Final = 64
 
@@ -68,7 +66,7 @@ class Gate:
             return changed
 
 
-class Lanes:
+class MooncakeLanes(Lanes[MooncakePart]):
     """All threads for one store (see the module).
 
     Attributes:
@@ -77,7 +75,7 @@ class Lanes:
     """
 
     def __init__(
-        self, master: Master, settings: MooncakeSettings, on_end: Callable[[Part], None]
+        self, master: Master, settings: MooncakeSettings, on_end: Callable[[MooncakePart], None]
     ) -> None:
         """Connect, and start the threads.
 
@@ -89,8 +87,6 @@ class Lanes:
         Raises:
             CardError: The store can't be used.
         """
-        self.values = 0
-        self.lost = 0
         self._master = master
         self._settings = settings
         self._on_end = on_end
@@ -109,10 +105,11 @@ class Lanes:
             self._scratches.put(scratch)
         self._pool = WorkerPool(f"adp-card-mooncake-{master.text}", settings.threads)
 
-    def put(self, part: Part) -> None:
-        """Queue a part; never blocks."""
+    @override
+    def put(self, part: MooncakePart) -> None:
         self._pool.put(functools.partial(self._serve, part))
 
+    @override
     def register(self, address: int, num_bytes: int) -> None:
         """Announce memory; what the engine refuses goes through a copy."""
         if self._engine.register(address, num_bytes):
@@ -125,28 +122,28 @@ class Lanes:
                 num_bytes,
             )
 
+    @override
     def unregister(self) -> None:
-        """Forget announced memory; no part that uses it is under way."""
         announced, self._announced = self._announced, ()
         for start, _ in announced:
             self._engine.unregister(start)
 
+    @override
     def stop(self, timeout_s: float) -> bool:
-        """Fail what is queued, end the threads; return whether each ended in time."""
         self._stopping = True
         ended = self._pool.stop(timeout_s)
         if ended:  # a call that is under way does not survive its engine
             self._engine.close()
         return ended
 
-    def _serve(self, part: Part) -> None:
+    def _serve(self, part: MooncakePart) -> None:
         try:
             if not self._stopping and self._gate.enter():
                 self._run(part)
         finally:
             self._on_end(part)
 
-    def _run(self, part: Part) -> None:
+    def _run(self, part: MooncakePart) -> None:
         scratch = self._scratches.get()
         tools = Tools(
             self._engine,
@@ -169,7 +166,7 @@ class Lanes:
             self.lost += news and not answered
         self._complain(part)
 
-    def _complain(self, part: Part) -> None:
+    def _complain(self, part: MooncakePart) -> None:
         """Say it once until a part ends without an error."""
         if not part.first_error:
             self._complained = False

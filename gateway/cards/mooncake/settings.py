@@ -6,23 +6,12 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
 from adp_kv.errors import ConfigError
 from adp_kv.units import GiB, MiB
+from gateway.cards.settings import LaneSettings, check_range
 
-_RANGES: Final = {
-    "replicas": (1, 16),
-    "max_value_bytes": (1, 256 * MiB),
-    "threads": (1, 64),
-    "batch_rows": (1, 4096),
-    "connect_timeout_s": (0.1, 3600),
-    "io_timeout_s": (0.1, 3600),
-    "reconnect_s": (0, 3600),
-    "close_timeout_s": (0, 3600),
-}
 _SEGMENT_BYTES: Final = (16 * MiB, 1024 * GiB)  # the engine's own
-_MAX_PREFIX: Final = 64
+_LEAST_TIMEOUT_S: Final = 0.1
 _MASTER: Final = re.compile(
     r"(?P<address>(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/?\[\]]+):(?P<port>\d{1,5}))"
     r"(\?space=(?P<space>[\w.-]{1,64}))?"
@@ -62,7 +51,7 @@ def parse_master(text: str) -> Master:
     return Master(text, match["address"], host, int(match["port"]), match["space"] or "")
 
 
-class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MooncakeSettings(LaneSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the Mooncake card.
 
     Attributes:
@@ -93,14 +82,8 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     local_host: str = "127.0.0.1"
     segment_bytes: int = 0
     replicas: int = 1
-    key_prefix: str = "adp:"
-    max_value_bytes: int = 2 * MiB
     threads: int = 2
     batch_rows: int = 32
-    connect_timeout_s: float = 3.0
-    io_timeout_s: float = 3.0
-    reconnect_s: float = 1.0
-    close_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
         if not self.masters:
@@ -113,20 +96,14 @@ class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ConfigError("rdma_devices: set, but protocol is not rdma")
         if not (self.metadata_server and self.local_host):
             raise ConfigError("metadata_server, local_host: neither may be empty")
-        if len(self.key_prefix.encode()) > _MAX_PREFIX:
-            raise ConfigError(f"key_prefix: longer than {_MAX_PREFIX} bytes")
-        for name, (lowest, highest) in _RANGES.items():
-            _check_range(name, getattr(self, name), lowest, highest)
+        self.check_shared(_LEAST_TIMEOUT_S)
+        check_range("replicas", self.replicas, 1, 16)
+        check_range("threads", self.threads, 1, 64)
+        check_range("batch_rows", self.batch_rows, 1, 4096)
         if self.segment_bytes:
-            lowest, highest = _SEGMENT_BYTES
-            _check_range("segment_bytes", self.segment_bytes, lowest, highest)
+            check_range("segment_bytes", self.segment_bytes, *_SEGMENT_BYTES)
 
     @property
     def parsed_masters(self) -> list[Master]:
         """The masters' parts."""
         return [parse_master(text) for text in self.masters]
-
-
-def _check_range(name: str, value: float, lowest: float, highest: float) -> None:
-    if not lowest <= value <= highest:
-        raise ConfigError(f"{name}: {value} is not in {lowest:g}..{highest:g}")

@@ -29,7 +29,6 @@ from __future__ import annotations
 import errno
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Final
@@ -41,12 +40,12 @@ from typing_extensions import override
 from adp_kv.errors import CardError
 from adp_kv.metrics import Histogram
 from adp_kv.units import PAGE_BYTES, ceil_div
-from gateway.cards.base import Batch, Card, CardLimits, OnDone, Op
-from gateway.cards.batches import PendingBatch, Rows, WorkerPool, check_batch
+from gateway.cards.base import Batch, CardLimits, OnDone, Op
+from gateway.cards.batches import PendingBatch, Rows, WorkerPool
 from gateway.cards.io_engine import IoEngine
 from gateway.cards.nvme.commands import DIALECTS, CommandArray, CommandBuilder
 from gateway.cards.nvme.executors import CommandRequest, start_executor
-from gateway.cards.nvme.flows import Chosen, Flows, Part, Step
+from gateway.cards.nvme.flows import Chosen, Flows, NvmePart, Step
 from gateway.cards.nvme.frames import Frame, FramePool
 from gateway.cards.nvme.host import Host, KernelHost
 from gateway.cards.nvme.probe import (
@@ -58,6 +57,7 @@ from gateway.cards.nvme.probe import (
 )
 from gateway.cards.nvme.settings import NvmeKvSettings
 from gateway.cards.nvme.status import Code, codes, describe
+from gateway.cards.parts import Counters, PartsCard
 
 _logger: Final = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ _USAGE_INTERVAL_S: Final = 5.0
 _EXPECTED: Final = (0, Code.KEY_ABSENT, Code.KEY_EXISTS, Code.CAPACITY_EXCEEDED, -errno.ECANCELED)
 
 
-class NvmeKvCard(Card):
+class NvmeKvCard(PartsCard):
     """A card of NVMe key-value namespaces (see the module)."""
 
     def __init__(self, settings: NvmeKvSettings, host: Host | None = None) -> None:
@@ -81,6 +81,7 @@ class NvmeKvCard(Card):
             settings: of the card.
             host: where the devices are; this machine's kernel if None.
         """
+        super().__init__("nvme_kv", settings.close_timeout_s)
         self._settings = settings
         self._host = host or KernelHost()
         self._builder = CommandBuilder(
@@ -88,9 +89,6 @@ class NvmeKvCard(Card):
         )
         self._limits: CardLimits | None = None
         self._namespaces: list[Namespace] = []
-        self._state = threading.Condition()
-        self._outstanding = 0
-        self._is_open = False
         self._abandoning = False
 
     @property
@@ -157,14 +155,16 @@ class NvmeKvCard(Card):
         depth = s.queue_depth if self._engine.name == "io_uring" else s.io_threads
         self._frames = FramePool(max(_MIN_FRAMES, ceil_div(2 * depth, PART_ROWS)), PART_ROWS)
         self._workers = WorkerPool("adp-card-nvme", s.checker_threads)
+        self._counters = Counters("values", "bytes_read", "bytes_written", "corrupt", "io_errors")
+        self._counters.add("values", self._count(namespaces))
         self._flows = Flows(
             self._builder,
             self.limits.max_value_bytes,
+            self._counters,
             self._issue,
             self._release,
             self._later,
         )
-        self._flows.counters.add("values", self._count(namespaces))
         self._used_bytes = sum(n.used_bytes for n in namespaces)
         self._usage_due = time.monotonic() + _USAGE_INTERVAL_S
         self._abandoning = False
@@ -210,18 +210,15 @@ class NvmeKvCard(Card):
         """Nothing was announced."""
 
     @override
-    def submit(self, batch: Batch) -> None:
-        check_batch(batch, self.limits)
-        with self._state:
-            if not self._is_open:
-                raise CardError("nvme_kv card: not open")
-            self._outstanding += 1
-        pending = PendingBatch(batch, self._on_done)
-        starts = range(0, len(batch.databases), PART_ROWS)
-        pending.expect(len(starts) - 1)
-        for start in starts:
-            rows = np.arange(start, min(start + PART_ROWS, len(batch.databases)), dtype=np.int64)
-            self._frames.take(functools.partial(self._begin, pending, rows))
+    def _cut(self, batch: Batch) -> list[tuple[int, Rows]]:
+        # One device's commands or several's: a part is as good, since one queue serves all.
+        rows = np.arange(len(batch.databases), dtype=np.int64)
+        return [(0, rows[i : i + PART_ROWS]) for i in range(0, len(rows), PART_ROWS)]
+
+    @override
+    def _hand_over(self, pending: PendingBatch, database: int, rows: Rows) -> None:
+        del database
+        self._frames.take(functools.partial(self._begin, pending, rows))
 
     @override
     def stats(self) -> dict[str, int]:
@@ -234,7 +231,7 @@ class NvmeKvCard(Card):
             self._usage_due = now + _USAGE_INTERVAL_S
             self._workers.put(self._refresh_usage)
         return {
-            **self._flows.counters.snapshot(),
+            **self._counters.snapshot(),
             "size_bytes": sum(namespace.size_bytes for namespace in self._namespaces),
             "used_bytes": self._used_bytes,
         }
@@ -245,15 +242,8 @@ class NvmeKvCard(Card):
         return {i: self._engine.latencies.of(space.fd) for i, space in enumerate(spaces)}
 
     @override
-    def close(self) -> None:
-        with self._state:
-            if not self._is_open:
-                return
-            self._is_open = False
-            deadline = time.monotonic() + self._settings.close_timeout_s
-            while self._outstanding and time.monotonic() < deadline:
-                self._state.wait(max(0.0, deadline - time.monotonic()))
-            self._abandoning = True
+    def _stop(self) -> None:
+        self._abandoning = True
         # Parts that wait for a frame end here; steps that follow see `_abandoning` and end theirs.
         self._frames.abandon()
         quiet = self._engine.stop(_STOP_TIMEOUT_S)
@@ -284,7 +274,7 @@ class NvmeKvCard(Card):
         no_memory = np.zeros(len(rows), dtype=np.uint64)
         addresses = batch.addresses[rows] if moves and batch.addresses is not None else no_memory
         lengths = batch.lengths[rows] if moves and batch.lengths is not None else no_memory
-        part = Part(
+        part = NvmePart(
             pending=pending,
             rows=rows,
             fds=self._fds[databases],
@@ -300,7 +290,7 @@ class NvmeKvCard(Card):
             _logger.exception("a part of a batch broke")
             self._flows.finish(part)
 
-    def _issue(self, part: Part, chosen: Chosen, commands: CommandArray, then: Step) -> None:
+    def _issue(self, part: NvmePart, chosen: Chosen, commands: CommandArray, then: Step) -> None:
         """Run commands, then the step on a worker."""
         if self._abandoning:
             self._flows.finish(part)
@@ -316,10 +306,12 @@ class NvmeKvCard(Card):
             )
         )
 
-    def _resume(self, part: Part, chosen: Chosen, then: Step, results: NDArray[np.int32]) -> None:
+    def _resume(
+        self, part: NvmePart, chosen: Chosen, then: Step, results: NDArray[np.int32]
+    ) -> None:
         failed = results[~np.isin(codes(results), _EXPECTED)]
         if failed.size:
-            self._flows.counters.add("io_errors", failed.size)
+            self._counters.add("io_errors", failed.size)
             _logger.warning(
                 "%s: %d of %d commands failed, first with %s",
                 ", ".join(self._settings.devices),
@@ -333,18 +325,12 @@ class NvmeKvCard(Card):
             _logger.exception("a step broke")
             self._flows.finish(part)
 
-    def _release(self, part: Part) -> None:
+    def _release(self, part: NvmePart) -> None:
         self._frames.give_back(part.frame)
-        self._settle(part.pending)
+        self._ended(part)
 
     def _later(self, work: Callable[[], None]) -> None:
         if self._abandoning:
             work()
         else:
             self._workers.put(work)
-
-    def _settle(self, pending: PendingBatch) -> None:
-        if pending.settle():
-            with self._state:
-                self._outstanding -= 1
-                self._state.notify_all()

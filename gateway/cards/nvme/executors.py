@@ -25,8 +25,8 @@ from gateway.cards.io_engine import IoEngine, PoolEngine, Progress, Request
 from gateway.cards.nvme.commands import COMMAND, CommandArray
 from gateway.cards.nvme.host import IO_COMMAND_VEC, URING_COMMAND_VEC, Host
 from gateway.cards.nvme.settings import ExecutorKind
-from gateway.cards.uring import CompletionArray, URing
-from gateway.cards.uring_engine import RingEngine, row_names
+from gateway.cards.uring import CompletionArray, EntryArray, URing
+from gateway.cards.uring_engine import RingEngine
 
 _logger: Final = logging.getLogger(__name__)
 
@@ -91,9 +91,11 @@ class UringExecutor(RingEngine[CommandRequest]):
         return self._host.open_ring(entries)
 
     @override
-    def _push(self, ring: URing, number: int, request: CommandRequest, rows: slice) -> None:
-        payloads = request.commands[rows].view(np.uint8).reshape(-1, COMMAND.itemsize)
-        ring.push_commands(URING_COMMAND_VEC, request.fds[rows], payloads, row_names(number, rows))
+    def _entries(
+        self, ring: URing, request: CommandRequest, names: NDArray[np.uint64]
+    ) -> EntryArray:
+        payloads = request.commands.view(np.uint8).reshape(-1, COMMAND.itemsize)
+        return ring.commands(URING_COMMAND_VEC, request.fds, payloads, names)
 
     @override
     def _record(

@@ -13,21 +13,20 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from adp_kv.wire.keys import KeyArray
-from gateway.cards.base import Op, Status, StatusArray
-from gateway.cards.batches import PendingBatch, Rows
+from gateway.cards.base import Op, Status
 from gateway.cards.nvme.commands import ONLY_IF_ABSENT, Buffers, CommandArray, CommandBuilder
 from gateway.cards.nvme.frames import HEADER_BYTES, Frame
 from gateway.cards.nvme.replacing import Replacements
 from gateway.cards.nvme.status import Code, codes, entry_status
+from gateway.cards.parts import Counters, Part
 
 _logger: Final = logging.getLogger(__name__)
 
@@ -38,38 +37,29 @@ Chosen: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class Part:
+class NvmePart(Part):
     """Entries of a batch that go through the steps together; all arrays have n rows.
 
     Attributes:
-        pending: their batch.
-        rows: int64 [n], positions in the batch.
         fds: int32 [n], of the namespaces.
         nsids: uint32 [n].
         keys: uint64 [n, 2].
         addresses: uint64 [n], 0 for EXIST and DELETE.
         lengths: uint32 [n], 0 for EXIST and DELETE.
         frame: headers and iovecs, row i for entry i.
-        status: uint8 [n], so far.
         mark: of the replacements when the part began.
     """
 
-    pending: PendingBatch
-    rows: Rows
     fds: NDArray[np.int32]
     nsids: NDArray[np.uint32]
     keys: KeyArray
     addresses: NDArray[np.uint64]
     lengths: NDArray[np.uint32]
     frame: Frame
-    status: StatusArray = field(init=False)
     mark: int = 0
     asked_again: int = 0
     replacing: bool = False
     finished: bool = False
-
-    def __post_init__(self) -> None:
-        self.status = np.full(len(self.rows), Status.IO_ERROR, dtype=np.uint8)
 
     @property
     def everything(self) -> Chosen:
@@ -77,28 +67,8 @@ class Part:
         return np.arange(len(self.rows), dtype=np.int64)
 
 
-Step: TypeAlias = Callable[[Part, Chosen, NDArray[np.int32]], None]
+Step: TypeAlias = Callable[[NvmePart, Chosen, NDArray[np.int32]], None]
 """What follows commands: the part, the rows they were for, their results."""
-
-
-class Counters:
-    """Numbers that several threads add to."""
-
-    def __init__(self, *names: str) -> None:
-        """Start at 0."""
-        self._lock = threading.Lock()
-        self._values = dict.fromkeys(names, 0)
-
-    def add(self, name: str, amount: int) -> None:
-        """Add to one of the names."""
-        if amount:
-            with self._lock:
-                self._values[name] += amount
-
-    def snapshot(self) -> dict[str, int]:
-        """Return all of them."""
-        with self._lock:
-            return dict(self._values)
 
 
 class Flows:
@@ -108,8 +78,9 @@ class Flows:
         self,
         builder: CommandBuilder,
         max_value_bytes: int,
-        issue: Callable[[Part, Chosen, CommandArray, Step], None],
-        release: Callable[[Part], None],
+        counters: Counters,
+        issue: Callable[[NvmePart, Chosen, CommandArray, Step], None],
+        release: Callable[[NvmePart], None],
         later: Callable[[Callable[[], None]], None],
     ) -> None:
         """Make the steps.
@@ -117,11 +88,12 @@ class Flows:
         Args:
             builder: of commands.
             max_value_bytes: longer entries are TOO_LARGE.
+            counters: `values` is kept here.
             issue: runs commands, then the step.
             release: takes the part back; its statuses are final.
             later: runs a function on a worker.
         """
-        self.counters = Counters("values", "bytes_read", "bytes_written", "corrupt", "io_errors")
+        self._counters = counters
         self._builder = builder
         self._max_value_bytes = max_value_bytes
         self._issue = issue
@@ -129,10 +101,10 @@ class Flows:
         self._later = later
         self._replacements = Replacements()
 
-    def start(self, part: Part) -> None:
+    def start(self, part: NvmePart) -> None:
         """Begin with a part."""
         part.mark = self._replacements.mark()
-        begins: dict[Op, Callable[[Part, Chosen], None]] = {
+        begins: dict[Op, Callable[[NvmePart, Chosen], None]] = {
             Op.EXIST: functools.partial(self._ask, then=self.finish),
             Op.DELETE: functools.partial(self._ask, then=self._delete_found),
             Op.READ: self._read,
@@ -140,24 +112,18 @@ class Flows:
         }
         begins[part.pending.batch.op](part, part.everything)
 
-    def finish(self, part: Part) -> None:
+    def finish(self, part: NvmePart) -> None:
         """Answer for a part; the second call for one does nothing."""
         if part.finished:
             return
         part.finished = True
         if part.replacing:
             self._replacements.end()
-        part.pending.status[part.rows] = part.status
-        op, done = part.pending.batch.op, part.status == Status.OK
-        if op in (Op.READ, Op.WRITE):
-            name = "bytes_read" if op is Op.READ else "bytes_written"
-            self.counters.add(name, int(part.lengths[done].sum(dtype=np.int64)))
-        self.counters.add("corrupt", int((part.status == Status.CORRUPT).sum()))
         self._release(part)
 
     # EXIST, and the first step of DELETE.
 
-    def _ask(self, part: Part, chosen: Chosen, then: Callable[[Part], None]) -> None:
+    def _ask(self, part: NvmePart, chosen: Chosen, then: Callable[[NvmePart], None]) -> None:
         nsids, keys = part.nsids[chosen], part.keys[chosen]
         if self._builder.dialect.has_exist:
             commands = self._builder.exist(nsids, keys)
@@ -170,10 +136,10 @@ class Flows:
 
     def _answered(
         self,
-        part: Part,
+        part: NvmePart,
         chosen: Chosen,
         results: NDArray[np.int32],
-        then: Callable[[Part], None],
+        then: Callable[[NvmePart], None],
     ) -> None:
         status = entry_status(results, reading=False)
         if not self._builder.dialect.has_exist:
@@ -188,7 +154,7 @@ class Flows:
             then(part)
 
     def _asked_again(
-        self, part: Part, absent: Chosen, again: Callable[[Part, Chosen], None]
+        self, part: NvmePart, absent: Chosen, again: Callable[[NvmePart, Chosen], None]
     ) -> bool:
         """Ask for absent rows once more if a replacement may have hidden them."""
         hidden = absent.size > 0 and self._replacements.may_have_hidden(part.mark)
@@ -203,7 +169,7 @@ class Flows:
         self._replacements.when_none(lambda: self._later(self._guarded(part, retry)))
         return True
 
-    def _guarded(self, part: Part, step: Callable[[], None]) -> Callable[[], None]:
+    def _guarded(self, part: NvmePart, step: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
             try:
                 step()
@@ -215,7 +181,7 @@ class Flows:
 
     # DELETE.
 
-    def _delete_found(self, part: Part) -> None:
+    def _delete_found(self, part: NvmePart) -> None:
         found = np.flatnonzero(part.status == Status.OK)
         if found.size == 0:
             self.finish(part)
@@ -224,14 +190,14 @@ class Flows:
         commands = self._builder.delete(part.nsids[found], part.keys[found])
         self._issue(part, found, commands, self._deleted)
 
-    def _deleted(self, part: Part, chosen: Chosen, results: NDArray[np.int32]) -> None:
+    def _deleted(self, part: NvmePart, chosen: Chosen, results: NDArray[np.int32]) -> None:
         part.status[chosen] = entry_status(results, reading=False)
-        self.counters.add("values", -int((results == 0).sum()))
+        self._counters.add("values", -int((results == 0).sum()))
         self.finish(part)
 
     # READ.
 
-    def _read(self, part: Part, chosen: Chosen) -> None:
+    def _read(self, part: NvmePart, chosen: Chosen) -> None:
         chosen = self._fitting(part, chosen)
         if chosen.size == 0:
             self.finish(part)
@@ -241,7 +207,7 @@ class Flows:
         commands = self._builder.retrieve(part.nsids[chosen], part.keys[chosen], data)
         self._issue(part, chosen, commands, self._check)
 
-    def _check(self, part: Part, chosen: Chosen, results: NDArray[np.int32]) -> None:
+    def _check(self, part: NvmePart, chosen: Chosen, results: NDArray[np.int32]) -> None:
         status = entry_status(results, reading=True)
         read = chosen[status == Status.OK]
         verdict = np.full(read.size, Status.CORRUPT, dtype=np.uint8)
@@ -255,7 +221,7 @@ class Flows:
         if not self._asked_again(part, chosen[status == Status.ABSENT], self._read):
             self._remove_corrupt(part)
 
-    def _remove_corrupt(self, part: Part) -> None:
+    def _remove_corrupt(self, part: NvmePart) -> None:
         corrupt = np.flatnonzero(part.status == Status.CORRUPT)
         if corrupt.size == 0:
             self.finish(part)
@@ -263,14 +229,14 @@ class Flows:
         commands = self._builder.delete(part.nsids[corrupt], part.keys[corrupt])
         self._issue(part, corrupt, commands, self._corrupt_removed)
 
-    def _corrupt_removed(self, part: Part, chosen: Chosen, results: NDArray[np.int32]) -> None:
+    def _corrupt_removed(self, part: NvmePart, chosen: Chosen, results: NDArray[np.int32]) -> None:
         del chosen
-        self.counters.add("values", -int((results == 0).sum()))
+        self._counters.add("values", -int((results == 0).sum()))
         self.finish(part)
 
     # WRITE.
 
-    def _write(self, part: Part, chosen: Chosen) -> None:
+    def _write(self, part: NvmePart, chosen: Chosen) -> None:
         chosen = self._fitting(part, chosen)
         if chosen.size == 0:
             self.finish(part)
@@ -278,14 +244,14 @@ class Flows:
         part.frame.seal(chosen, part.keys[chosen], part.addresses[chosen], part.lengths[chosen])
         self._store(part, chosen, ONLY_IF_ABSENT, self._stored)
 
-    def _store(self, part: Part, chosen: Chosen, option: int, then: Step) -> None:
+    def _store(self, part: NvmePart, chosen: Chosen, option: int, then: Step) -> None:
         data = self._aim(part, chosen, part.lengths[chosen], storing=True)
         commands = self._builder.store(part.nsids[chosen], part.keys[chosen], data, option)
         self._issue(part, chosen, commands, then)
 
-    def _stored(self, part: Part, chosen: Chosen, results: NDArray[np.int32]) -> None:
+    def _stored(self, part: NvmePart, chosen: Chosen, results: NDArray[np.int32]) -> None:
         part.status[chosen] = entry_status(results, reading=False)
-        self.counters.add("values", int((results == 0).sum()))
+        self._counters.add("values", int((results == 0).sum()))
         known = chosen[codes(results) == Code.KEY_EXISTS]
         if known.size == 0:
             self.finish(part)
@@ -297,30 +263,30 @@ class Flows:
             commands = self._builder.delete(part.nsids[known], part.keys[known])
             self._issue(part, known, commands, self._removed)
 
-    def _removed(self, part: Part, chosen: Chosen, results: NDArray[np.int32]) -> None:
-        self.counters.add("values", -int((results == 0).sum()))
+    def _removed(self, part: NvmePart, chosen: Chosen, results: NDArray[np.int32]) -> None:
+        self._counters.add("values", -int((results == 0).sum()))
         gone = chosen[(results == 0) | (codes(results) == Code.KEY_ABSENT)]
         if gone.size == 0:
             self.finish(part)
         else:
             self._store(part, gone, ONLY_IF_ABSENT, self._replaced)
 
-    def _replaced(self, part: Part, chosen: Chosen, results: NDArray[np.int32]) -> None:
+    def _replaced(self, part: NvmePart, chosen: Chosen, results: NDArray[np.int32]) -> None:
         status = entry_status(results, reading=False)
         # Another writer of the same key came first: as if it had come last.
         status[codes(results) == Code.KEY_EXISTS] = Status.OK
         part.status[chosen] = status
         if part.replacing:
-            self.counters.add("values", int((results == 0).sum()))
+            self._counters.add("values", int((results == 0).sum()))
         self.finish(part)
 
-    def _fitting(self, part: Part, chosen: Chosen) -> Chosen:
+    def _fitting(self, part: NvmePart, chosen: Chosen) -> Chosen:
         long = part.lengths[chosen] > self._max_value_bytes
         part.status[chosen[long]] = Status.TOO_LARGE
         return chosen[~long]
 
     def _aim(
-        self, part: Part, chosen: Chosen, lengths: NDArray[np.uint32], *, storing: bool
+        self, part: NvmePart, chosen: Chosen, lengths: NDArray[np.uint32], *, storing: bool
     ) -> Buffers:
         transfers = self._builder.transfer_sizes(lengths + np.uint32(HEADER_BYTES))
         return part.frame.aim(chosen, part.addresses[chosen], lengths, transfers, storing=storing)

@@ -9,11 +9,12 @@ import msgspec
 from adp_kv.errors import ConfigError
 from adp_kv.units import PAGE_BYTES
 from gateway.cards.nvme.commands import DialectName
+from gateway.cards.settings import check_range
 
 ExecutorKind: TypeAlias = Literal["auto", "io_uring", "ioctl"]
 
 _MAX_QUEUE_DEPTH: Final = 4096
-_MAX_TIMEOUT_S: Final = 3600.0
+_COMMAND_TIMEOUT_S: Final = (0.001, 3600)  # the kernel is told milliseconds; 0 is its default
 
 
 class NvmeKvSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,15 +55,9 @@ class NvmeKvSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(
                 f"max_value_bytes: {self.max_value_bytes} is no multiple of {PAGE_BYTES}"
             )
-        if not 1 <= self.queue_depth <= _MAX_QUEUE_DEPTH:
-            raise ConfigError(f"queue_depth: {self.queue_depth} is not in 1..{_MAX_QUEUE_DEPTH}")
+        check_range("queue_depth", self.queue_depth, 1, _MAX_QUEUE_DEPTH)
         for name in ("io_threads", "checker_threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: {getattr(self, name)}, at least 1 is needed")
-        if not 0 < self.command_timeout_s <= _MAX_TIMEOUT_S:
-            raise ConfigError(
-                f"command_timeout_s: {self.command_timeout_s} is not in 0..{_MAX_TIMEOUT_S:g}"
-            )
+            check_range(name, getattr(self, name), 1, None)
+        check_range("command_timeout_s", self.command_timeout_s, *_COMMAND_TIMEOUT_S)
         for name in ("count_timeout_s", "close_timeout_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: {getattr(self, name)} is negative")
+            check_range(name, getattr(self, name), 0, None)

@@ -11,15 +11,16 @@ It must not know sockets.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from adp_kv.wire.keys import KeyArray
-from gateway.cards.base import Op, Status, StatusArray
-from gateway.cards.batches import PendingBatch, Rows, checksum_at, checksum_seeds, memory_at
+from gateway.cards.base import Op, Status
+from gateway.cards.batches import checksum_at, checksum_seeds, memory_at
+from gateway.cards.parts import Part
 from gateway.cards.resp.connection import (
     SHORT_READ,
     Buffer,
@@ -36,29 +37,16 @@ _NIL: Final = -1
 
 
 @dataclass(slots=True)
-class Part:
+class RespPart(Part):
     """Entries of a batch for one endpoint.
 
     Attributes:
-        pending: their batch.
-        rows: int64 [n], positions in the batch.
-        status: uint8 [n], IO_ERROR until a reply says otherwise.
         values: keys the server has, -1 where it was not asked.
         first_error: of the replies, "" if there was none.
     """
 
-    pending: PendingBatch
-    rows: Rows
-    status: StatusArray = field(init=False)
     values: int = -1
     first_error: str = ""
-
-    def __post_init__(self) -> None:
-        self.status = np.full(len(self.rows), Status.IO_ERROR, dtype=np.uint8)
-
-    def settle(self) -> None:
-        """Hand the statuses over; does not end the batch."""
-        self.pending.status[self.rows] = self.status
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +62,7 @@ class Entries:
         lengths: of their values, bytes.
     """
 
-    part: Part
+    part: RespPart
     chosen: list[int]
     names: list[bytes]
     seeds: list[int]
@@ -82,7 +70,7 @@ class Entries:
     lengths: list[int]
 
 
-def entries_of(part: Part, chosen: NDArray[np.int64], prefix: bytes) -> Entries:
+def entries_of(part: RespPart, chosen: NDArray[np.int64], prefix: bytes) -> Entries:
     """Return the entries of some rows of a part."""
     batch, rows = part.pending.batch, part.rows[chosen]
     keys: KeyArray = batch.keys[rows]
@@ -149,7 +137,7 @@ def found(line: bytes) -> Status | None:
     return {b":1": Status.OK, b":0": Status.ABSENT}.get(line)
 
 
-def _status_of(part: Part, line: bytes, meanings: Callable[[bytes], Status | None]) -> Status:
+def _status_of(part: RespPart, line: bytes, meanings: Callable[[bytes], Status | None]) -> Status:
     if line[:1] == b"-":
         part.first_error = part.first_error or line[1:].decode(errors="replace")
         return Status.NO_SPACE if line.startswith(b"-OOM") else Status.IO_ERROR
@@ -198,7 +186,7 @@ def _bulk_size(line: bytes) -> int:
     return size
 
 
-def read_count(reader: Reader, part: Part) -> Consumer:
+def read_count(reader: Reader, part: RespPart) -> Consumer:
     """Read the reply to DBSIZE."""
     line = yield from reader.line()
     if line[:1] == b":" and line[1:].isdigit():

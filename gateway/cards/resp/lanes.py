@@ -19,8 +19,10 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
+from typing_extensions import override
 
 from gateway.cards.base import Op, Status
+from gateway.cards.parts import Lanes
 from gateway.cards.resp.connection import (
     Connection,
     ConnectionLostError,
@@ -30,7 +32,7 @@ from gateway.cards.resp.connection import (
 )
 from gateway.cards.resp.exchanges import (
     Entries,
-    Part,
+    RespPart,
     ask_commands,
     drop_lines,
     entries_of,
@@ -48,7 +50,7 @@ _logger: Final = logging.getLogger(__name__)
 _MILLISECONDS: Final = 1000
 
 
-class Lanes:
+class RespLanes(Lanes[RespPart]):
     """All connections to one endpoint (see the module).
 
     Attributes:
@@ -61,7 +63,7 @@ class Lanes:
         endpoint: Endpoint,
         settings: RespSettings,
         password: str,
-        on_end: Callable[[Part], None],
+        on_end: Callable[[RespPart], None],
     ) -> None:
         """Connect once, then start the threads.
 
@@ -75,13 +77,11 @@ class Lanes:
             ConnectionLostError: The server can't be reached.
             ReplyError: It refuses us.
         """
-        self.values = 0
-        self.lost = 0
         self._endpoint = endpoint
         self._settings = settings
         self._login = (settings.username, password)
         self._on_end = on_end
-        self._queue: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[RespPart | None] = queue.SimpleQueue()
         self._prefix = settings.key_prefix.encode()
         self._stopping = threading.Event()
         self._not_before = 0.0
@@ -101,10 +101,11 @@ class Lanes:
         for thread in self._threads:
             thread.start()
 
-    def put(self, part: Part) -> None:
-        """Queue a part; never blocks."""
+    @override
+    def put(self, part: RespPart) -> None:
         self._queue.put(part)
 
+    @override
     def stop(self, timeout_s: float) -> bool:
         """Abort what is under way, end the threads; return whether each ended in time."""
         self._stopping.set()
@@ -132,7 +133,7 @@ class Lanes:
             self._on_end(part)
         self._drop(number)
 
-    def _serve(self, number: int, part: Part) -> None:
+    def _serve(self, number: int, part: RespPart) -> None:
         try:
             connection = self._ready(number)
             if connection is None:
@@ -182,7 +183,7 @@ class Lanes:
         self._complained = True
         _logger.log(level, "endpoint %s: %s", self._endpoint.text, message)
 
-    def _exchange(self, connection: Connection, part: Part) -> None:
+    def _exchange(self, connection: Connection, part: RespPart) -> None:
         batch = part.pending.batch
         chosen = np.arange(len(part.rows), dtype=np.int64)
         if batch.op in (Op.READ, Op.WRITE) and batch.lengths is not None:
@@ -212,7 +213,7 @@ class Lanes:
 
         connection.exchange(commands, replies(), deadline)
 
-    def _remove_corrupt(self, connection: Connection, part: Part, deadline: float) -> None:
+    def _remove_corrupt(self, connection: Connection, part: RespPart, deadline: float) -> None:
         corrupt = np.flatnonzero(part.status == Status.CORRUPT)
         if corrupt.size == 0:
             return

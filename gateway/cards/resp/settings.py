@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qs, urlsplit
 
-import msgspec
-
 from adp_kv.errors import CardError, ConfigError
-from adp_kv.units import MiB
+from gateway.cards.settings import LaneSettings, check_range
 
-_MAX_VALUE_BYTES: Final = 256 * MiB  # half of the server's default proto-max-bulk-len
 _MAX_CONNECTIONS: Final = 64
 _MAX_TTL_S: Final = 10 * 365 * 86400.0
-_MAX_PREFIX: Final = 64
+_LEAST_TIMEOUT_S: Final = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,7 @@ def _parse(text: str) -> Endpoint | None:
     return None
 
 
-class RespSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RespSettings(LaneSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the Valkey/Redis card.
 
     Attributes:
@@ -91,15 +88,10 @@ class RespSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     username: str = ""
     password: str = ""
     password_file: str = ""
-    key_prefix: str = "adp:"
     ttl_s: float = 0.0
-    max_value_bytes: int = 2 * MiB
     connections: int = 2
     pipeline_rows: int = 32
-    connect_timeout_s: float = 3.0
     io_timeout_s: float = 10.0
-    reconnect_s: float = 1.0
-    close_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
         if not self.endpoints:
@@ -111,18 +103,12 @@ class RespSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("password_file: password is set too; keep one of them")
         if self.username and not (self.password or self.password_file):
             raise ConfigError("username: set without password or password_file")
-        if len(self.key_prefix.encode()) > _MAX_PREFIX:
-            raise ConfigError(f"key_prefix: longer than {_MAX_PREFIX} bytes")
-        _check_range("ttl_s", self.ttl_s, 0, _MAX_TTL_S)
+        self.check_shared(_LEAST_TIMEOUT_S)
+        check_range("ttl_s", self.ttl_s, 0, _MAX_TTL_S)
         if 0 < self.ttl_s < 1:
             raise ConfigError(f"ttl_s: {self.ttl_s} is below a second; 0 is never")
-        _check_range("max_value_bytes", self.max_value_bytes, 1, _MAX_VALUE_BYTES)
-        _check_range("connections", self.connections, 1, _MAX_CONNECTIONS)
-        _check_range("pipeline_rows", self.pipeline_rows, 1, 4096)
-        for name in ("connect_timeout_s", "io_timeout_s"):
-            _check_range(name, getattr(self, name), 0.001, 3600)
-        for name in ("reconnect_s", "close_timeout_s"):
-            _check_range(name, getattr(self, name), 0, 3600)
+        check_range("connections", self.connections, 1, _MAX_CONNECTIONS)
+        check_range("pipeline_rows", self.pipeline_rows, 1, 4096)
 
     @property
     def parsed_endpoints(self) -> list[Endpoint]:
@@ -141,8 +127,3 @@ class RespSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return Path(self.password_file).read_text().split("\n", 1)[0]
         except OSError as error:
             raise CardError(f"password_file {self.password_file}: {error.strerror}") from error
-
-
-def _check_range(name: str, value: float, lowest: float, highest: float) -> None:
-    if not lowest <= value <= highest:
-        raise ConfigError(f"{name}: {value} is not in {lowest:g}..{highest:g}")

@@ -1,6 +1,7 @@
 import errno
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from gateway.cards.io_engine import IoRequest, ThreadEngine
 from gateway.cards.uring import OP_NOP, URing, probe
 from gateway.cards.uring_engine import UringEngine, _split
 from tests.support.cards import Arena
+from tests.support.process import wait_until
 
 uring = pytest.mark.skipif(probe() is not None, reason=f"no io_uring here: {probe()}")
 BLOCK = 4096
@@ -223,13 +225,48 @@ def test_ring_wraps_and_refuses_overflow():
     ring = URing(8)
     for round_number in range(50):
         names = np.arange(5, dtype=np.uint64) + np.uint64(round_number)
-        ring.push(OP_NOP, -1, names, names, 0, names)
+        ring.append(ring.transfers(OP_NOP, -1, names, names, 0, names))
         ring.enter(5)
         done = ring.reap()
         assert sorted(done["user_data"].tolist()) == names.tolist()
         assert (done["res"] == 0).all()
     names = np.arange(9, dtype=np.uint64)
     with pytest.raises(ValueError, match="pass 8"):
-        ring.push(OP_NOP, -1, names, names, 0, names)
+        ring.append(ring.transfers(OP_NOP, -1, names, names, 0, names))
     assert ring.in_flight == 0
     ring.close()
+
+
+def test_latencies_are_of_rows_that_began(engine, file):
+    arena, began = Arena(1 << 20), time.monotonic()
+    for blocks in (range(40), range(3)):
+        done = Waiting()
+        engine.submit(request(file, arena, blocks, write=False, on_complete=done))
+        done.wait()
+    elapsed_s = time.monotonic() - began
+    seen = engine.latencies.of(file)
+    assert seen.count == 43
+    assert 0 < seen.total_s <= 43 * elapsed_s
+    assert engine.latencies.of(file + 1).count == 0
+
+
+@uring
+def test_rows_that_a_stop_caught_have_no_latency(file):
+    reader, writer = os.pipe()  # reads of it hang until something is written
+    engine, arena = UringEngine(2), Arena(1 << 16)
+    hanging, waiting = Waiting(), Waiting()
+    blocked = request(reader, arena, [0, 0], write=False, on_complete=hanging)
+    blocked.offsets[:] = 2**64 - 1  # where the file is
+    engine.submit(blocked)
+    begun = lambda: [p.num_begun for p in list(engine._running.values())] == [2]  # noqa: E731
+    wait_until(begun, 10, "the reads of the pipe have begun")
+    engine.submit(request(file, arena, range(4), write=False, on_complete=waiting))
+    assert not engine.stop(0.1)
+    assert waiting.wait() == [-errno.ECANCELED] * 4
+    os.write(writer, b"x" * BLOCK)
+    os.close(writer)
+    hanging.wait()
+    assert engine.stop(10)
+    assert engine.latencies.of(file).count == 0
+    assert engine.latencies.of(reader).count == 2
+    os.close(reader)

@@ -54,8 +54,9 @@ def filled(path, n=20):
     return path.read_bytes()
 
 
-def test_record_checksum_is_xxh64():
-    records = np.frombuffer(np.random.default_rng(0).bytes(64 * 50), dtype=RECORD)
+@pytest.mark.parametrize("n", [0, 1, 50, 512, 513, 2000])  # one by one, and by the column
+def test_record_checksum_is_xxh64(n):
+    records = np.frombuffer(np.random.default_rng(0).bytes(64 * n), dtype=RECORD)
     for seed in (0, 77, 2**63 + 5):
         expected = [xxhash.xxh64_intdigest(r.tobytes()[:56], seed) for r in records]
         assert record_checksums(records, seed).tolist() == expected

@@ -9,12 +9,12 @@ import types
 import numpy as np
 import pytest
 
-from adp_kv.errors import CardError, ConfigError
+from adp_kv.errors import CardError
 from gateway.cards.base import Op, Status
 from gateway.cards.mooncake import engine as engine_module
 from gateway.cards.mooncake import exchanges
 from gateway.cards.mooncake.engine import Engine
-from gateway.cards.mooncake.settings import MooncakeSettings, parse_master
+from gateway.cards.mooncake.settings import parse_master
 from tests.support.cards import Driver, mooncake_card, random_keys, value_of
 from tests.support.mooncake import MooncakeStore
 from tests.support.process import free_port, wait_until
@@ -455,36 +455,6 @@ def test_second_master_that_is_gone_closes_the_first(mooncake_store, monkeypatch
     closed = calls_of(monkeypatch, "close")
     refused("[Rr]efused", masters=[mooncake_store.address, f"127.0.0.1:{free_port()}"])
     assert len(closed) == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        pytest.param({"masters": ()}, "masters: empty", id="none"),
-        pytest.param({"masters": ("h:1", "h:1")}, "twice", id="twice"),
-        pytest.param({"protocol": "udp"}, "protocol: 'udp': one of tcp, rdma", id="protocol"),
-        pytest.param({"rdma_devices": "mlx5_0"}, "rdma_devices", id="devices"),
-        pytest.param({"local_host": ""}, "local_host", id="host"),
-        pytest.param({"segment_bytes": 1 << 20}, "segment_bytes", id="segment"),
-        pytest.param({"replicas": 0}, "replicas", id="replicas"),
-        pytest.param({"max_value_bytes": 0}, "max_value_bytes", id="value"),
-        pytest.param({"threads": 0}, "threads", id="threads"),
-        pytest.param({"batch_rows": 0}, "batch_rows", id="rows"),
-        pytest.param({"io_timeout_s": 0}, "io_timeout_s", id="timeout"),
-        pytest.param({"key_prefix": "x" * 65}, "key_prefix", id="prefix"),
-    ],
-)
-def test_setting_out_of_range_is_named(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        MooncakeSettings(**({"masters": ("h:1",)} | changes))
-
-
-@pytest.mark.parametrize(
-    "text", ["h", "h:", "h:0", "h:70000", "tcp://h:1", "h:1/x", "h:1?db=1", "h:1?space=", ":1"]
-)
-def test_master_that_is_none_is_refused(text):
-    with pytest.raises(ConfigError, match="HOST:PORT"):
-        parse_master(text)
 
 
 def test_masters_of_each_kind_parse():

@@ -6,10 +6,10 @@ import time
 import numpy as np
 import pytest
 
-from adp_kv.errors import CardError, ConfigError
+from adp_kv.errors import CardError
 from gateway.cards.base import Op, Status
 from gateway.cards.resp.connection import SHORT_READ, Reader
-from gateway.cards.resp.settings import RespSettings, parse_endpoint
+from gateway.cards.resp.settings import parse_endpoint
 from tests.support.cards import Driver, random_keys, resp_card, value_of
 from tests.support.valkey import ValkeyServer, free_port
 
@@ -315,47 +315,6 @@ def test_values_land_in_place(valkey, driver, monkeypatch):
     driver.check(keys, [size] * 8)
     assert len(copied) >= 8
     assert max(copied) <= SHORT_READ
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        pytest.param({"endpoints": ()}, "endpoints: empty", id="none"),
-        pytest.param({"endpoints": ("tcp://h:1", "tcp://h:1?db=0")}, "twice", id="twice"),
-        pytest.param({"username": "u"}, "username", id="user"),
-        pytest.param({"password": "p", "password_file": "f"}, "password_file", id="two"),
-        pytest.param({"ttl_s": 0.5}, "ttl_s", id="ttl"),
-        pytest.param({"ttl_s": -1}, "ttl_s", id="ttl-negative"),
-        pytest.param({"max_value_bytes": 0}, "max_value_bytes", id="value"),
-        pytest.param({"connections": 0}, "connections", id="connections"),
-        pytest.param({"io_timeout_s": 0}, "io_timeout_s", id="timeout"),
-        pytest.param({"key_prefix": "x" * 65}, "key_prefix", id="prefix"),
-    ],
-)
-def test_setting_out_of_range_is_named(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        RespSettings(**({"endpoints": ("tcp://h:1",)} | changes))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "h:1",
-        "tcp://h",
-        "tcp://h:x",
-        "tcp://h:1/2",
-        "tcp://u@h:1",
-        "unix://h/p",
-        "redis://h:1",
-        "tcp://h:1?db=x",
-        "tcp://h:1?db=-1",
-        "tcp://h:1?database=1",
-        "unix://",
-    ],
-)
-def test_endpoint_that_is_none_is_refused(text):
-    with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
-        parse_endpoint(text)
 
 
 def test_endpoints_of_both_kinds_parse():

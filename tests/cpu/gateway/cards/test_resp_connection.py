@@ -15,7 +15,7 @@ from gateway.cards.base import Batch, Op, Status
 from gateway.cards.batches import PendingBatch, memory_at
 from gateway.cards.resp.connection import Connection, ConnectionLostError, command
 from gateway.cards.resp.exchanges import (
-    Part,
+    RespPart,
     ask_commands,
     entries_of,
     found,
@@ -67,7 +67,7 @@ def part_of(op, lengths, arena, seed=0):
         addresses=arena.addresses([arena.place(length) for length in lengths]),
         lengths=np.array(lengths, np.uint32),
     )
-    return Part(PendingBatch(batch, lambda *_: None), np.arange(n))
+    return RespPart(PendingBatch(batch, lambda *_: None), np.arange(n))
 
 
 def stored_values(lengths, arena):

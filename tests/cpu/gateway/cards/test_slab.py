@@ -7,13 +7,13 @@ import threading
 import numpy as np
 import pytest
 
-from adp_kv.errors import CardError, ConfigError
+from adp_kv.errors import CardError
 from gateway.cards import direct_io
 from gateway.cards.base import Op, Status
 from gateway.cards.io_engine import IoEngine
 from gateway.cards.journal_records import RECORD
 from gateway.cards.slab_format import DATA_OFFSET
-from tests.support.cards import SLOT_BYTES, SLOTS, Driver, random_keys, slab_card, slab_settings
+from tests.support.cards import SLOT_BYTES, SLOTS, Driver, random_keys, slab_card
 
 OK, ABSENT, CORRUPT = Status.OK, Status.ABSENT, Status.CORRUPT
 
@@ -387,23 +387,6 @@ def test_open_twice_is_refused(path, drive):
     driver = drive(slab_card(path))
     with pytest.raises(CardError, match="open already"):
         driver.card.open(lambda *_: None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "setting"),
-    [
-        ({"slot_bytes": 5000}, "slot_bytes"),
-        ({"capacity_bytes": 1}, "capacity_bytes"),
-        ({"num_databases": 0}, "num_databases"),
-        ({"devices": ("/dev/a", "/dev/b")}, "devices"),
-        ({"queue_depth": 0}, "queue_depth"),
-        ({"alignment_bytes": 1024}, "alignment_bytes"),
-        ({"path": ""}, "path"),
-    ],
-)
-def test_setting_out_of_range_is_named(path, changes, setting):
-    with pytest.raises(ConfigError, match=setting):
-        slab_settings(**({"path": path} | changes))
 
 
 def test_values_spread_over_both_databases_slabs(path, drive):
