@@ -54,7 +54,7 @@ class Quarantine:
 
     def note(self, databases: NDArray[np.uint16], status: StatusArray, now: float) -> None:
         """Learn from the answers to a batch."""
-        wrong = status == Status.IO_ERROR
+        wrong = status == int(Status.IO_ERROR)  # numpy takes four times as long for the member
         if not wrong.any() and not self._errors.any():
             return
         failed = np.zeros_like(self._out)
