@@ -6,6 +6,8 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 PYTEST_ARGS ?=
+# Engines in one process, everything else in others (tests/conftest.py); 0: one after the other
+WORKERS ?= 2
 
 .PHONY: demo test check docs env clean
 
@@ -13,7 +15,7 @@ demo: env
 	$(PY) -m scripts.demo
 
 test: env
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 check: env
 	.venv/bin/ruff check .

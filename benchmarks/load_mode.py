@@ -44,6 +44,17 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """What runs beside a restore: how many decode, and tokens of each before and after it."""
+
+    num_others: int
+    steps: int
+
+
+FULL, QUICK = Load(NUM_OTHERS, STEPS), Load(2, 6)
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """Seconds: to the first token, between the others' tokens before, and meanwhile."""
 
@@ -58,14 +69,16 @@ class Mode(Contender):
 
     engine_program = "benchmarks._engine_child"
 
-    def __init__(self, mode: str, shape: Shape, setup: Setup, sizes: Sequence[Size]) -> None:
+    def __init__(
+        self, mode: str, shape: Shape, setup: Setup, sizes: Sequence[Size], load: Load
+    ) -> None:
         self._speed_file = setup.folder / f"{mode}.speed"
         setup = replace(setup, connector=dict(setup.connector) | {"load_mode": mode})
-        arguments: dict[str, Any] = {"max_num_seqs": 2 * NUM_OTHERS}
+        arguments: dict[str, Any] = {"max_num_seqs": 2 * load.num_others}
         if not setup.eager:
             arguments["compilation_config"] = _engines.GRAPHS
         super().__init__(MEMORY, shape, setup, arguments)
-        self.mode, self.sizes = mode, sizes
+        self.mode, self.sizes, self.load = mode, sizes, load
         self.name = f"{shape.name}.{mode}"
         self.gateway_program = {
             "program": "benchmarks._slow_gateway",
@@ -84,17 +97,18 @@ class Mode(Contender):
         """Restore one prompt while others decode."""
         self.forget()
         vocab = self.shape.config["vocab_size"]
-        others = [_engines.random_prompt(i + 7, OTHERS_TOKENS, vocab) for i in range(NUM_OTHERS)]
-        prompt = self.prompt_of(size)
-        request = {"op": "beside", "others": others, "prompt": prompt, "steps": STEPS}
+        numbers = range(self.load.num_others)
+        others = [_engines.random_prompt(i + 7, OTHERS_TOKENS, vocab) for i in numbers]
+        steps, prompt = self.load.steps, self.prompt_of(size)
+        request = {"op": "beside", "others": others, "prompt": prompt, "steps": steps}
         reply = self.engine.call(request, RUN_TIMEOUT_S)
         if (reply["cached"] or 0) < size.num_chunks * self.shape.chunk:
             raise AssertionError(f"{self.name}: only {reply['cached']} tokens were restored")
-        return outcome(reply)
+        return outcome(reply, steps)
 
 
-def outcome(reply: dict[str, Any]) -> Outcome:
-    """Return what a reply of the engine's child says."""
+def outcome(reply: dict[str, Any], steps: int = STEPS) -> Outcome:
+    """Return what a reply of the engine's child says after so many steps of the others."""
     added, first = reply["added_s"], reply["first_token_s"]
     gaps = list(itertools.pairwise(reply["times"]))
     before = [b - a for a, b in gaps if b <= added]
@@ -102,7 +116,7 @@ def outcome(reply: dict[str, Any]) -> Outcome:
     during = [b - a for a, b in gaps if b > added and a < first]
     return Outcome(
         first_token_s=first - added,
-        before_s=statistics.median(before[-STEPS // 2 :]),
+        before_s=statistics.median(before[-steps // 2 :]),
         mean_s=statistics.mean(during),
         longest_s=max(during),
     )
@@ -169,7 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             extra_tokens=NUM_OTHERS * (OTHERS_TOKENS + 4096),
         )
         _engines.write_models(folder, [shape])
-        contenders = [Mode(mode, shape, setup, sizes) for mode in MODES]
+        load = QUICK if given.quick else FULL
+        contenders = [Mode(mode, shape, setup, sizes, load) for mode in MODES]
         with Field(contenders, together=device == "cuda") as running:
             measure(running, sizes, 1 if given.quick else given.repeats, results)
             failed = running.failed

@@ -66,6 +66,7 @@ log = logging.getLogger("adp_kv.gateway")
 TICK_S = 0.1
 SEND_QUEUE_MESSAGES = 100_000
 MESSAGES_A_TURN = 256
+MAX_UNREACHABLE = 1000
 RETRY = "retry: "
 """Prefix of a Refused that a rank should answer by asking again."""
 
@@ -92,6 +93,7 @@ class Server:
         self._counters = Counters()
         self._engine: Engine | None = None
         self._abandoned: list[Engine] = []
+        self._unreachable: set[bytes] = set()  # peers that the log has named
         self._ring: RingFile | None = None
         self._metrics: MetricsServer | None = None
         self._running = True
@@ -367,9 +369,19 @@ class Server:
             self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             # EHOSTUNREACH: the peer's connection is gone. EAGAIN: it does not read.
-            log.info("peer %s is not reachable: %s", identity.hex(), error)
+            self._note_unreachable(identity, error)
             return False
+        self._unreachable.discard(identity)
         return True
+
+    def _note_unreachable(self, identity: bytes, error: zmq.ZMQError) -> None:
+        """Log once a peer: who left may have sent much before, such as a ping a second."""
+        if identity in self._unreachable:
+            return
+        if len(self._unreachable) >= MAX_UNREACHABLE:
+            self._unreachable.clear()
+        self._unreachable.add(identity)
+        log.info("peer %s is not reachable: %s", identity.hex(), error)
 
     def _close(self) -> None:
         if self._metrics is not None:

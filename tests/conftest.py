@@ -4,6 +4,10 @@ Children started by tests/support run with PYTHONHASHSEED=0, because hashes that
 across processes are what persistence rests on. The pytest process itself needs no seed;
 a test that hashes in-process must not depend on one. Kernel tests run in Triton's
 interpreter where there is no GPU.
+
+With pytest-xdist (`-n 2`, as `make test` does) a file stays in one process, and so do all real
+engines of tests/cpu/vllm: they take turns in one child, and two at once would want more cores
+than there may be. They come first, since they take longest.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.gateways import ring_files
-from tests.support.process import descendants, mapped_by, parents
+from tests.support.process import RUN, descendants, mapped_by, parents
 
 # Before anything imports triton: without a GPU its interpreter runs the kernels.
 if not Path("/dev/nvidiactl").exists():
@@ -28,6 +32,7 @@ if not Path("/dev/nvidiactl").exists():
 VLLM_TIMEOUT_S = 400
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 3.0
+_ENGINES = "tests/cpu/vllm/"
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -38,8 +43,25 @@ def pytest_configure(config: pytest.Config) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """Say what stays in one process, unless the command line does (`--dist loadgroup`)."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _ENGINES if nodeid.startswith(_ENGINES) else nodeid.partition("::")[0]
+
+    if config.getoption("dist") != "load":
+        return None
+    config.option.loadscopereorder = False  # by number of tests
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests of a real engine the time that one needs."""
+    """Give tests of a real engine the time that one needs; with others meanwhile, begin with it."""
+    if RUN:
+        items.sort(key=lambda item: not item.nodeid.startswith(_ENGINES))
     for item in items:
         if item.get_closest_marker("vllm") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(VLLM_TIMEOUT_S))

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.support.gateways import Gateway
+from tests.support.gateways import Gateway, own_name
 from tests.support.process import SHM, Child, ChildError, session_members, wait_until
 
 
@@ -51,7 +51,7 @@ def test_terminate_past_deadline_kills_and_raises():
 
 
 def test_ring_left_after_kill_is_seen():
-    name = f"harness-{os.getpid()}"
+    name = own_name(f"harness-{os.getpid()}")
     ring = SHM / f"adp_kv-{name}.ring"
     with Gateway(["--help"], ring_name=name) as gateway:
         ring.touch()

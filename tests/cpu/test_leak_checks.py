@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.support import process
+from tests.support.gateways import own_name, ring_files
 from tests.support.process import REPO, SHM, descendants, mapped_by
 
 LEAKY = {
@@ -22,7 +23,7 @@ WORDS = {"ring": "ring files left", "child": "processes left", "grandchild": "pr
 
 @pytest.mark.parametrize("kind", LEAKY)
 def test_leak_is_an_error(kind, tmp_path):
-    shm = SHM / f"adp_kv-leak-{tmp_path.name}-{id(tmp_path)}"
+    shm = SHM / f"adp_kv-{own_name('leak')}-{tmp_path.name}-{id(tmp_path)}"
     test = tmp_path / "test_leaky.py"
     test.write_text(LEAKY[kind].format(shm=str(shm)))
     done = subprocess.run(
@@ -41,7 +42,7 @@ def test_leak_is_an_error(kind, tmp_path):
 
 def test_ring_of_another_run_is_left_alone(tmp_path):
     """Two runs on one machine: a ring that a stranger holds is neither ours nor removed."""
-    shm = SHM / f"adp_kv-stranger-{id(tmp_path)}"
+    shm = SHM / f"adp_kv-{own_name('stranger')}-{id(tmp_path)}"
     shm.touch()
     try:
         assert mapped_by(shm) == set()
@@ -49,6 +50,19 @@ def test_ring_of_another_run_is_left_alone(tmp_path):
             assert mapped_by(shm) == {os.getpid()}
             assert mapped_by(shm) <= descendants(os.getpid())
             assert mapped_by(shm) - descendants(os.getpid() + 10**7)
+    finally:
+        shm.unlink()
+
+
+def test_ring_of_another_worker_is_not_seen():
+    """Two processes run tests at once (pytest-xdist): each looks after its own rings."""
+    shm = SHM / f"adp_kv-gw99-{os.getpid()}"
+    shm.touch()
+    try:
+        assert shm not in ring_files()
+        ours = shm.rename(SHM / f"adp_kv-{own_name('seen')}-{os.getpid()}")
+        shm = ours
+        assert ours in ring_files()
     finally:
         shm.unlink()
 

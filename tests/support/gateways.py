@@ -20,7 +20,7 @@ from typing import Self
 from adp_kv.errors import GatewayError
 from adp_kv.sdk.channel import Channel
 from adp_kv.wire.messages import StatsReply, StatsRequest
-from tests.support.process import PYTHON, SHM, Child, free_port, wait_until
+from tests.support.process import PYTHON, RUN, SHM, Child, free_port, wait_until
 
 RING_PREFIX = "adp_kv"
 SERVING = r"serving (?:tcp|ipc)://"
@@ -28,9 +28,23 @@ START_TIMEOUT_S = 30.0
 _POLL_S = 0.02
 
 
+def own_name(text: str) -> str:
+    """Return a ring's name by which ring_files() tells whose it is if several run tests."""
+    return f"{RUN}-{text}" if RUN else text
+
+
 def ring_files(name: str = "") -> set[Path]:
-    """Return the ring files that exist now, of whatever process; only those with name in theirs."""
-    return {path for path in SHM.glob(f"{RING_PREFIX}*") if name in path.name}
+    """Return the ring files that exist now; only those with name in theirs.
+
+    Whoever they belong to, but not those of a process that runs other tests meanwhile.
+    """
+    found = {path for path in SHM.glob(f"{RING_PREFIX}*") if name in path.name}
+    return {path for path in found if not _is_of_others(path.name)}
+
+
+def _is_of_others(file_name: str) -> bool:
+    owner = re.match(rf"{RING_PREFIX}-(gw\d+)-", file_name)
+    return owner is not None and owner[1] != RUN
 
 
 class Gateway:
@@ -82,7 +96,7 @@ class Gateway:
             settings: the gateway's other settings, by name.
         """
         address = address or f"tcp://127.0.0.1:{free_port()}"
-        ring_name = re.sub(r"[^A-Za-z0-9]+", "-", address)
+        ring_name = own_name(re.sub(r"[^A-Za-z0-9]+", "-", address))
         argv = [f"--listen={address}", f"--card={card}", f"--ring-name={ring_name}"]
         argv += [f"--card-option={name}={value}" for name, value in (card_options or {}).items()]
         argv += [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]

@@ -8,7 +8,9 @@ The child gets a private TMPDIR, which goes with it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import random
 import shutil
 import signal
 import socket
@@ -24,6 +26,11 @@ PYTHON = sys.executable
 SHM = Path("/dev/shm")
 # What vLLM and multiprocessing keep there and can't remove when they are killed.
 _ENGINE_SHM = ("psm_*", "sem.mp-*", "vllm_*")
+# Of this process and its children, if several run tests at once (pytest-xdist): "gw0", "gw1" ...
+RUN = os.environ.get("PYTEST_XDIST_WORKER", "")
+_NUM_RUNS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+# Below the ports that Linux gives to whoever names none, above those of Mooncake (15000 to 17000).
+_PORTS = range(18_000, 32_000)
 _TAIL_CHARS = 6000
 _POLL_S = 0.02
 
@@ -45,11 +52,23 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
         time.sleep(_POLL_S)
 
 
+def _port_numbers() -> Iterator[int]:
+    """Yield ports for ever, from a random one on; processes that run tests at once share none."""
+    ports = _PORTS[int(RUN.removeprefix("gw") or 0) % _NUM_RUNS :: _NUM_RUNS]
+    first = random.randrange(len(ports))
+    yield from itertools.cycle([*ports[first:], *ports[:first]])
+
+
+_ports_to_try = _port_numbers()
+
+
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port of the loopback interface that is free; no other call gets it soon."""
+    for port in itertools.islice(_ports_to_try, len(_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no port of {_PORTS} is free")
 
 
 def _live_processes() -> Iterator[tuple[int, int, int]]:
@@ -212,7 +231,7 @@ class Child:
 
         Shared memory of the engine's own goes too; that of adp_kv is for the test to judge.
         """
-        shared = self._engine_shared_memory()
+        shared = self.shared_memory()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.popen.wait(timeout_s)
@@ -223,7 +242,8 @@ class Child:
         for path in shared:
             path.unlink(missing_ok=True)
 
-    def _engine_shared_memory(self) -> set[Path]:
+    def shared_memory(self) -> set[Path]:
+        """Return the files that an engine here has in /dev/shm, apart from ours."""
         used = set().union(*(mapped_inodes(pid) for pid in self.members()))
         return {path for glob in _ENGINE_SHM for path in SHM.glob(glob) if _identity(path) in used}
 

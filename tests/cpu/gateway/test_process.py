@@ -16,7 +16,7 @@ from adp_kv.ring.region import ring_path
 from gateway.config import Settings
 from gateway.server import Server
 from tests.support.cards import memory_card
-from tests.support.gateways import Gateway
+from tests.support.gateways import Gateway, own_name
 from tests.support.process import PYTHON, REPO, free_port, wait_until
 from tests.support.serving import Rank, Serving, random_chunks, replicated, store
 
@@ -134,7 +134,9 @@ def test_wrong_setting_exits_with_2_and_names_it(arguments, named):
 
 def test_taken_ipc_address_is_refused():
     with Serving() as serving:
-        settings = Settings(listen=serving.address, ring_name="other", shared_memory_size=1 << 16)
+        settings = Settings(
+            listen=serving.address, ring_name=own_name("other"), shared_memory_size=1 << 16
+        )
         with pytest.raises(ConfigError, match=r"listen = ipc://"):
             Server(settings, memory_card())
         (rank,) = serving.join(replicated(1, 1))
@@ -159,7 +161,11 @@ def test_card_that_does_not_open_leaves_nothing(monkeypatch):
     card = memory_card()
     monkeypatch.setattr(card, "open", lambda _on_done: 1 / 0)
     before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    settings = Settings(listen=f"tcp://127.0.0.1:{free_port()}", shared_memory_size=1 << 20)
+    settings = Settings(
+        listen=f"tcp://127.0.0.1:{free_port()}",
+        ring_name=own_name("shut"),
+        shared_memory_size=1 << 20,
+    )
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             Server(settings, card)

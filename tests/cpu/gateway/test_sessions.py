@@ -369,3 +369,17 @@ def test_unexpected_error_ends_session_not_gateway():
         with pytest.raises(Exception, match="ended the session"):
             rank.lookup(random_chunks(1))
         store(serving.join(replicated(1, 1), engine="next"), random_chunks(1))
+
+
+def test_peer_that_left_costs_one_line(caplog):
+    """Whatever it had sent before: a gateway that stood still finds a ping a second."""
+    caplog.set_level("INFO", "adp_kv.gateway")
+    with Serving() as serving:
+        server = serving.server
+        for peer in (b"first", b"second", b"first"):
+            told = serving.on_main(
+                lambda peer=peer: [server._deliver(peer, Pong(0)) for _ in range(3)]
+            )
+            assert not any(told)
+        lines = [text for text in caplog.messages if "is not reachable" in text]
+    assert [line.split()[1] for line in lines] == [b"first".hex(), b"second".hex()]

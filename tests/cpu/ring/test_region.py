@@ -16,7 +16,8 @@ import pytest
 from adp_kv.errors import RingError
 from adp_kv.ring import region
 from adp_kv.ring.region import RingFile, attach, ring_path, sweep
-from tests.support.process import REPO, wait_until
+from tests.support.gateways import own_name
+from tests.support.process import REPO, SHM, mapped_inodes, wait_until
 
 SIZE = 16 * 4096
 _numbers = itertools.count()
@@ -24,7 +25,7 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def name():
-    return f"test-ring-{os.getpid()}-{next(_numbers)}"
+    return own_name(f"test-ring-{os.getpid()}-{next(_numbers)}")
 
 
 def published(name, io_size=4096):
@@ -298,16 +299,15 @@ def test_racing_processes_have_one_winner(name):
 
 
 def test_close_frees_the_memory(name):
-    def free():
-        room = os.statvfs("/dev/shm")
-        return room.f_bavail * room.f_frsize
-
-    before = free()
+    """A file without a name is gone with the last process that maps it or has it open."""
+    before = mapped_inodes(os.getpid())
     ring = RingFile(name, 64 << 20)
     ring.divide(4096)
-    assert before - free() > 48 << 20
+    (file,) = mapped_inodes(os.getpid()) - before
+    assert file[0] == SHM.stat().st_dev
+    assert not ring.path.exists()
     ring.close()
-    wait_until(lambda: before - free() < 16 << 20, 5, "the memory is back")
+    wait_until(lambda: file not in mapped_inodes(os.getpid()), 5, "nobody has it any more")
 
 
 def test_name_makes_the_path():

@@ -5,6 +5,7 @@ a gateway that goes on afterwards serves the next engine.
 """
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -118,6 +119,8 @@ def test_gateway_lost_in_any_phase(tmp_path, fault, phase):
             os.kill(gateway.child.pid, signal.SIGCONT)
             serve_the_next(gateway, whole=phase == "put on the card")
             gateway.stop()
+            gone = re.findall(r"peer (\w+) is not reachable", gateway.log())
+            assert len(gone) == len(set(gone)), "one line a peer, not one for each of its pings"
     gateway.assert_no_rings(1)
 
 

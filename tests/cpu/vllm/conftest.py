@@ -1,4 +1,4 @@
-"""One engine child for all tests that need no process of their own: a start takes 4 s, not 12."""
+"""One engine child for all tests that need no process of their own: a start takes 1 s, not 10."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.engine import Engine
-from tests.support.process import SHM, ChildError
+from tests.support.process import ChildError
 from tests.support.server import Server
 
 pytestmark = pytest.mark.vllm
@@ -41,37 +41,44 @@ def test_llama_repeats_and_depends_on_cache():
         engine.shutdown()
 
 
-def test_llama_tp2_says_the_same_and_dies_whole():
-    with Engine() as engine:
-        engine.start("llama")
-        (alone,) = engine.generate([PROMPT], max_tokens=8)
-    with Engine(separate_core=True) as engine:
-        engine.start("llama", tensor_parallel_size=2)
-        (together,) = engine.generate([PROMPT], max_tokens=8)
+def test_llama_tp2_says_the_same_and_dies_whole(engine):
+    engine.start("llama")
+    (alone,) = engine.generate([PROMPT], max_tokens=8)
+    with Engine(separate_core=True) as killed:
+        killed.start("llama", tensor_parallel_size=2)
+        (together,) = killed.generate([PROMPT], max_tokens=8)
         assert together.token_ids == alone.token_ids
-        assert len(engine.child.members()) >= 4  # child, core, two workers
-        engine.begin_generate([PROMPT] * 64, max_tokens=1000)  # minutes: the kill comes first
-        shared_before = {*SHM.iterdir()}
-        engine.kill9()
-        assert shared_before - {*SHM.iterdir()}, "the engine's shared memory stayed"
-        assert engine.child.members() == []
+        assert len(killed.child.members()) >= 4  # child, core, two workers
+        killed.begin_generate([PROMPT] * 64, max_tokens=1000)  # minutes: the kill comes first
+        shared = killed.child.shared_memory()
+        assert shared
+        killed.kill9()
+        assert not [path for path in shared if path.exists()], "the engine's shared memory stayed"
+        assert killed.child.members() == []
         with pytest.raises(ChildError, match="died before it replied"):
-            engine.finish_generate(timeout_s=5)
+            killed.finish_generate(timeout_s=5)
 
 
-def test_mla_repeats_and_depends_on_cache():
-    with Engine() as engine:
-        engine.start("mla")
-        first, changed = engine.generate([PROMPT, EARLY_CHANGE], max_tokens=8)
-        (again,) = engine.generate([PROMPT], max_tokens=8)
-        assert again.token_ids == first.token_ids
-        assert changed.token_ids != first.token_ids
-        engine.shutdown()
+def test_mla_repeats_and_depends_on_cache(engine):
+    engine.start("mla")
+    first, changed = engine.generate([PROMPT, EARLY_CHANGE], max_tokens=8)
+    (again,) = engine.generate([PROMPT], max_tokens=8)
+    assert again.token_ids == first.token_ids
+    assert changed.token_ids != first.token_ids
 
 
-def test_bad_engine_argument_shows_its_error():
-    with Engine() as engine, pytest.raises(ChildError, match="no_such_argument"):
+def test_bad_engine_argument_shows_its_error(engine):
+    with pytest.raises(ChildError, match="no_such_argument"):
         engine.start("llama", no_such_argument=1)
+    engine.start("llama")  # the child lives
+
+
+def test_child_that_does_not_reply_in_time_is_killed():
+    """Its late reply would be taken for that to the next request."""
+    with Engine() as engine:
+        with pytest.raises(ChildError, match="no reply within"):
+            engine.metrics(timeout_s=0.0)
+        assert not engine.child.alive()
 
 
 def test_server_counts_cached_tokens():

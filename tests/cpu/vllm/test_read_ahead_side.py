@@ -10,7 +10,6 @@ import pytest
 from adp_kv.layout.parts import Part
 from adp_kv.wire.keys import part_keys
 from tests.support.deployment import Deployment, prompt
-from tests.support.engine import Engine
 
 pytestmark = pytest.mark.vllm
 
@@ -133,10 +132,10 @@ def test_preempted_request_replaces_what_it_said(side):
     assert side._client.said == [[0, 2], -1, [0, 2, 4, 6]]
 
 
-def test_waiting_request_of_an_engine_is_read_ahead(tmp_path):
+def test_waiting_request_of_an_engine_is_read_ahead(engine, tmp_path):
     """One request runs, one waits: the second one's layers are in the ring when it is admitted."""
     stored, running = prompt(31, 4 * 256 + 20), prompt(32, 40)
-    with Deployment(tmp_path) as deployment, Engine() as engine:
+    with Deployment(tmp_path) as deployment:
         engine.start("llama", deployment.connector(chunk_size=256), max_num_seqs=1)
         (cold,) = engine.generate([stored], max_tokens=8, logprobs=True)
         deployment.wait_committed(4)

@@ -16,37 +16,35 @@ ROOMY_CARD = {"capacity_bytes": "512MiB", "slot_bytes": "128KiB"}
 TIGHT_RING = {"shared_memory_size": "8MiB", "batch_bytes": "128KiB"}
 
 
-def test_killed_between_objects_and_commit(tmp_path):
+def test_killed_between_objects_and_commit(engine, tmp_path):
     """Every object's bytes are on the card, or on their way; no commit record is."""
     kept, lost = prompt(41, 2 * CHUNK + 3), prompt(42, 6 * CHUNK + 3)
-    with Deployment(tmp_path, faulty=True) as deployment, Engine() as engine:
-        engine.start("llama", deployment.connector(chunk_size=CHUNK))
-        (want_kept,) = engine.generate([kept])
+    with Deployment(tmp_path, faulty=True) as deployment, Engine() as killed:
+        killed.start("llama", deployment.connector(chunk_size=CHUNK))
+        (want_kept,) = killed.generate([kept])
         deployment.wait_committed(2)
         deployment.inject("write 60")
-        engine.begin_generate([lost])
+        killed.begin_generate([lost])
         wait_until(lambda: deployment.counters()["puts"] >= 2, 60, "the second save has begun")
         wait_until(
             lambda: deployment.counters()["card_bytes_written"] >= 8 * CHUNK * 4096,
             60,
             "all bytes are on the card",
         )
-        deployment.kill9(engine)
+        deployment.kill9(killed)
         deployment.inject("")
         deployment.restart()
-        with Engine() as second:
-            second.start("llama", deployment.connector(chunk_size=CHUNK))
-            (kept_again,) = second.generate([kept])
-            (lost_again,) = second.generate([lost])
-            assert kept_again.token_ids == want_kept.token_ids
-            assert kept_again.num_cached_tokens == 2 * CHUNK
-            assert lost_again.num_cached_tokens == 0
-            deployment.wait_committed(6)
-            second.reset_prefix_cache()
-            (restored,) = second.generate([lost])
-            assert restored.num_cached_tokens == 6 * CHUNK
-            assert restored.token_ids == lost_again.token_ids
-            second.shutdown()
+        engine.start("llama", deployment.connector(chunk_size=CHUNK))
+        (kept_again,) = engine.generate([kept])
+        (lost_again,) = engine.generate([lost])
+        assert kept_again.token_ids == want_kept.token_ids
+        assert kept_again.num_cached_tokens == 2 * CHUNK
+        assert lost_again.num_cached_tokens == 0
+        deployment.wait_committed(6)
+        engine.reset_prefix_cache()
+        (restored,) = engine.generate([lost])
+        assert restored.num_cached_tokens == 6 * CHUNK
+        assert restored.token_ids == lost_again.token_ids
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from gateway.cards.base import Op, Status
 from gateway.cards.resp.connection import SHORT_READ, Reader
 from gateway.cards.resp.settings import parse_endpoint
 from tests.support.cards import Driver, random_keys, resp_card, value_of
-from tests.support.valkey import ValkeyServer, free_port
+from tests.support.process import free_port
+from tests.support.valkey import ValkeyServer
 
 OK, ABSENT, CORRUPT, IO_ERROR = Status.OK, Status.ABSENT, Status.CORRUPT, Status.IO_ERROR
 FAST = {"reconnect_s": 0.05, "connect_timeout_s": 2.0}
