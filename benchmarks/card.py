@@ -169,7 +169,8 @@ def measure_slab(results: Results, path: Path, name: str, total: int, program: s
             rig.close()
             if program:
                 for write in (True, False):
-                    figure = fio(program, file, size, total, write=write, depth=DEPTH)
+                    depth = min(DEPTH, IN_FLIGHT * (BATCH_BYTES // size))  # as a card is offered
+                    figure = fio(program, file, size, total, write=write, depth=depth)
                     seen.setdefault(("fio", write), []).append(figure)
             # fio wrote over the values, and a card must not be measured on CORRUPT ones.
             (path / "card" / "card.json").unlink()
