@@ -200,6 +200,17 @@ class Child:
         """Return the live processes of the child's session, workers included."""
         return session_members(self.pid)
 
+    def give_way(self) -> None:
+        """Let other processes go first from now on.
+
+        Ranks that spin on every core were seen to keep a process that had been stopped from
+        running for 30 s (/proc/PID/task/*/schedstat).
+        """
+        for pid in self.members():
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                with contextlib.suppress(ProcessLookupError):
+                    os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
+
     def wait_for_log(self, text: str, timeout_s: float) -> None:
         """Wait until text is in the log.
 

@@ -186,6 +186,7 @@ def test_gateway_lost_in_each_phase_of_two_ranks(want, tmp_path, fault):
         connector = deployment.connector("recompute", **settings(fault, 30))
         with Engine(separate_core=True) as engine:
             engine.start("llama", connector, tensor_parallel_size=2)
+            engine.child.give_way()
             life = Life(engine, deployment, tmp_path, ranks=2)
             for phase in PHASES:
                 life.go_through(phase, fault, want[phase])
