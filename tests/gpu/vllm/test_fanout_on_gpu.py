@@ -7,8 +7,8 @@ shapes, and with them the tokens, are the same. The tiny models' batches are too
 exchanged by themselves: tests switch between always and never (adp_exchange).
 
 Sparse attention says the same tokens again only while it has nothing to choose: beyond
-index_topk tokens the order in which it finds them varies from run to run, and with it the
-rounding. Longer prompts are therefore compared by the bytes of their pages.
+index_topk tokens the engine says others when it computes a prompt twice by itself. Longer
+prompts are therefore compared by the bytes of their pages.
 """
 
 from __future__ import annotations
