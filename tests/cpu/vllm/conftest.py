@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,3 +27,20 @@ def engine(shared_engines: list[Engine]) -> Engine:
     if not shared_engines or not shared_engines[-1].child.alive():
         shared_engines.append(Engine())
     return shared_engines[-1]
+
+
+@pytest.fixture(scope="session")
+def vllm() -> SimpleNamespace:
+    """Return vLLM's specs and our views of its configuration, without an engine."""
+    names = {
+        "specs": "vllm.v1.kv_cache_interface",
+        "utils": "vllm.v1.core.kv_cache_utils",
+        "state": "vllm.distributed.parallel_state",
+        "caches": "adp_kv.connector.vllm_caches",
+        "dcp": "adp_kv.connector.vllm_dcp",
+        "view": "adp_kv.connector.vllm_view",
+        "torch": "torch",
+    }
+    with warnings.catch_warnings():  # vLLM's and torch's own
+        warnings.simplefilter("ignore")
+        return SimpleNamespace(**{k: importlib.import_module(name) for k, name in names.items()})

@@ -1,7 +1,5 @@
 """Decode context parallelism as the connector sees it: blocks, slices, keys, what is refused."""
 
-import importlib
-import warnings
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,22 +12,6 @@ pytestmark = pytest.mark.vllm
 
 BLOCK = 64
 SHARED = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}
-
-
-@pytest.fixture(scope="module")
-def vllm():
-    """Return vLLM's specs, our views, and torch."""
-    with warnings.catch_warnings():  # vLLM's and torch's own
-        warnings.simplefilter("ignore")
-        return SimpleNamespace(
-            specs=importlib.import_module("vllm.v1.kv_cache_interface"),
-            utils=importlib.import_module("vllm.v1.core.kv_cache_utils"),
-            state=importlib.import_module("vllm.distributed.parallel_state"),
-            caches=importlib.import_module("adp_kv.connector.vllm_caches"),
-            dcp=importlib.import_module("adp_kv.connector.vllm_dcp"),
-            view=importlib.import_module("adp_kv.connector.vllm_view"),
-            torch=importlib.import_module("torch"),
-        )
 
 
 def spec_of(vllm, kind="MLAAttentionSpec", **changes):

@@ -151,6 +151,13 @@ def ids(first, count):
     return list(range(first, first + count))
 
 
+def test_group_whose_blocks_come_a_step_later_is_saved_then(make):
+    side = make((FULL, FULL))
+    arrive(side, 200)
+    assert step(side, CHUNK, first=(ids(1, 4), ids(51, 3))) == {0: [[1, 2, 3, 4]]}
+    assert step(side, 1, before=CHUNK, more=([], [54])) == {1: [[51, 52, 53, 54]]}
+
+
 def test_window_saves_the_last_blocks_of_a_chunk_in_the_step_that_fills_it(make):
     side = make((FULL, WINDOW))
     arrive(side, 200)

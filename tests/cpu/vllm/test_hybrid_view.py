@@ -1,7 +1,5 @@
 """vLLM's groups and tensors as parts and geometry: what is served, what is refused and how."""
 
-import importlib
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -10,19 +8,6 @@ from adp_kv.config import ConnectorSettings
 from adp_kv.errors import ConfigError
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module")
-def vllm():
-    """Return vLLM's specs, our views, and torch."""
-    with warnings.catch_warnings():  # vLLM's and torch's own
-        warnings.simplefilter("ignore")
-        return SimpleNamespace(
-            specs=importlib.import_module("vllm.v1.kv_cache_interface"),
-            caches=importlib.import_module("adp_kv.connector.vllm_caches"),
-            view=importlib.import_module("adp_kv.connector.vllm_view"),
-            torch=importlib.import_module("torch"),
-        )
 
 
 def attention(vllm, kind="FullAttentionSpec", **changes):

@@ -332,15 +332,9 @@ def test_request_that_ended_before_the_step_is_not_concerned(side, module):
 
 def decode_step(side, computed):
     """Build a step in which a request of 4 blocks computes its next token."""
-    cached = SimpleNamespace(
-        req_ids=["r"], num_computed_tokens=[computed], new_block_ids=[None], resumed_req_ids=set()
-    )
-    output = SimpleNamespace(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=cached,
-        num_scheduled_tokens={"r": 1},
-        total_num_scheduled_tokens=1,
-    )
+    output = output_of(scheduled={"r": 1})
+    cached = output.scheduled_cached_reqs
+    cached.req_ids, cached.num_computed_tokens, cached.new_block_ids = ["r"], [computed], [None]
     return side.build_meta(output)
 
 

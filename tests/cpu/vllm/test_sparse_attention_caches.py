@@ -3,8 +3,6 @@
 Shapes are those that vLLM 0.25.1 and 0.32 register on a GPU; this test needs none.
 """
 
-import importlib
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,17 +25,6 @@ NAMES = [
     for layer in range(LAYERS)
     for part in ("attn", "indexer.k_cache")
 ]
-
-
-@pytest.fixture(scope="module")
-def vllm():
-    """Return the modules under test and vLLM's specs."""
-    with warnings.catch_warnings():  # vLLM's and torch's own
-        warnings.simplefilter("ignore")
-        view = importlib.import_module("adp_kv.connector.vllm_view")
-        specs = importlib.import_module("vllm.v1.kv_cache_interface")
-    caches = importlib.import_module("adp_kv.connector.vllm_caches")
-    return SimpleNamespace(view=view, caches=caches, specs=specs)
 
 
 def spec_of(vllm, name, latent):
