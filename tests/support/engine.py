@@ -42,6 +42,8 @@ class Completion:
         finish_reason: as vLLM names it: "length", "stop", "error" ...
         margin: the smallest lead of a generated token over the second best, as a difference of
             log-probabilities; None where not asked for. Where it is tiny, rounding decides.
+        first_token_s, last_token_s: when the core had them, on its monotonic clock; None where
+            vLLM does not say.
     """
 
     token_ids: list[int]
@@ -50,6 +52,8 @@ class Completion:
     ttft_s: float | None
     finish_reason: str | None
     margin: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
 
 
 def lora(name: str, path: Path | str, number: int = 1) -> dict[str, Any]:

@@ -186,6 +186,8 @@ def describe(output: Any) -> dict[str, Any]:
         "num_cached_tokens": output.num_cached_tokens,
         "ttft_s": getattr(output.metrics, "first_token_latency", None),
         "finish_reason": first.finish_reason,
+        "first_token_s": getattr(output.metrics, "first_token_ts", None),
+        "last_token_s": getattr(output.metrics, "last_token_ts", None),
     }
 
 

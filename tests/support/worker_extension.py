@@ -150,6 +150,12 @@ class WorkerExtension:
 
         client.submit_save = submit_save
 
+    def adp_save_layer_by_layer(self) -> None:
+        """From now on save each layer as soon as it has computed, however little that is."""
+        from adp_kv.connector import worker
+
+        worker.LAYERWISE_SAVE_BYTES = 1
+
     def adp_saved(self) -> list[tuple[int, list[int], list[str]]]:
         """Return part, cache indices and chunk keys of each save since adp_note_saves()."""
         return list(_client().adp_saved)

@@ -2,7 +2,8 @@
 
 Each case has one story, told once by a fixture and judged by several tests:
 
-    first life   every prompt computed and stored; one restored again in the other load mode
+    first life   every prompt computed and stored, all but the first layer by layer; one
+                 restored again in the other load mode
     kill -9      of both
     second life  the same prompts, restored; then zeros in place of the restored bytes
 """
@@ -27,6 +28,7 @@ PROMPTS = {
     "one token short of a chunk": prompt(4, CHUNK - 1),
     "local hit ends in mid-chunk": SHARED,
 }
+FIRST = "several chunks and a rest"
 MAX_TOKENS = 12
 LOGPROB_TOLERANCE = 1e-4  # fp32, other matrix shapes
 
@@ -61,6 +63,8 @@ class Story:
     other_mode: Completion | None = None
     restored: dict[str, Completion] = field(default_factory=dict)
     zeroed: Completion | None = None
+    saves_at_once: list[list[tuple]] = field(default_factory=list)
+    saves_by_layer: list[list[tuple]] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
     rank_counts: list[dict[str, int]] = field(default_factory=list)
     log: str = ""
@@ -80,7 +84,14 @@ def _one(engine: Engine, tokens: list[int]) -> Completion:
 def _first_life(case: Case, deployment: Deployment, story: Story) -> None:
     with Engine(separate_core=case.separate_core) as engine:
         _start(engine, case, deployment, case.other_mode)
-        story.cold = {name: _one(engine, tokens) for name, tokens in PROMPTS.items()}
+        engine.rpc("adp_note_saves")
+        story.cold[FIRST] = _one(engine, PROMPTS[FIRST])
+        story.saves_at_once = engine.rpc("adp_saved")
+        engine.rpc("adp_note_saves")
+        engine.rpc("adp_save_layer_by_layer")
+        for name in [name for name in PROMPTS if name != FIRST]:
+            story.cold[name] = _one(engine, PROMPTS[name])
+        story.saves_by_layer = engine.rpc("adp_saved")
         deployment.wait_committed(sum(len(tokens) // CHUNK for tokens in PROMPTS.values()))
         engine.reset_prefix_cache()
         story.other_mode = _one(engine, PROMPTS["several chunks and a rest"])
@@ -150,6 +161,19 @@ def test_bytes_read_are_those_of_the_hits(story):
     times_read = story.case.tp if story.case.model == "mla" else 1  # replicated, or sharded
     assert sum(restored) == times_read * story.counters["bytes_read"]
     assert len(set(restored)) == 1
+
+
+def test_small_steps_are_saved_at_once_and_large_ones_layer_by_layer(story):
+    """Each rank's saves name their caches; every layer of every chunk is saved once."""
+    for at_once, by_layer in zip(story.saves_at_once, story.saves_by_layer, strict=True):
+        ((_, caches, chunks),) = at_once
+        assert len(chunks) == len(PROMPTS[FIRST]) // CHUNK
+        assert len(caches) > 1
+        saved = [(cache, chunk) for _, (cache,), chunks in by_layer for chunk in chunks]
+        assert len(set(saved)) == len(saved)
+        lengths = [len(tokens) for name, tokens in PROMPTS.items() if name != FIRST]
+        others = sum((length + MAX_TOKENS - 1) // CHUNK for length in lengths)
+        assert len(saved) == others * len(caches)
 
 
 def test_fanout_without_links_is_off_with_one_line(story):
