@@ -110,14 +110,15 @@ class GetTable(RequestTable):
 
     def _on_read(self, request: Request, batch: SlotBatch, status: StatusArray) -> None:
         batch.status = status
-        good = status == 0
-        self._ctx.counters.add("objects_read", int(good.sum()))
-        self._ctx.counters.add("bytes_read", int(request.lengths[batch.span][good].sum()))
-        count_failures(self._ctx.counters, "objects_missed", status)
-        if not good.all():
+        lengths = request.lengths[batch.span]
+        if status.any():
+            lengths = lengths[status == 0]
+            count_failures(self._ctx.counters, "objects_missed", status)
             # What is out of reach for a while is still there.
-            lost = ~good & (status != Status.UNREACHABLE)
+            lost = (status != 0) & (status != Status.UNREACHABLE)
             self._withdraw(request, batch.first + np.flatnonzero(lost))
+        self._ctx.counters.add("objects_read", len(lengths))
+        self._ctx.counters.add("bytes_read", int(lengths.sum()))
         if request.failed:
             self._drop(request, batch)
             self.pump()

@@ -36,7 +36,14 @@ from numpy.typing import NDArray
 
 from adp_kv.errors import CardError
 from adp_kv.metrics import Histogram
-from adp_kv.wire.keys import KeyArray, commit_keys, fragment_keys, whole_keys
+from adp_kv.units import ceil_div
+from adp_kv.wire.keys import (
+    KeyArray,
+    commit_keys,
+    equal_fragment_keys,
+    fragment_keys,
+    whole_keys,
+)
 from gateway.cards.base import Batch, Card, Op, Status, StatusArray
 from gateway.quarantine import Quarantine
 
@@ -241,6 +248,8 @@ class ObjectStore:
             databases = self._databases(objects[:, 0], np.zeros(1, dtype=np.int64))
             places, sizes = addresses.astype(np.uint64), lengths.astype(np.uint32)
             return Batch(op, 0, databases, whole_keys(objects), places, sizes, groups), None
+        if lengths.min() == lengths.max():
+            return self._equal_fragments(op, objects, addresses, int(lengths[0]), groups)
         size = self.fragment_size
         counts = -(-lengths // size)
         starts = np.cumsum(counts) - counts
@@ -257,6 +266,30 @@ class ObjectStore:
             groups=None if groups is None else groups[object_idx],
         )
         return batch, starts
+
+    def _equal_fragments(
+        self,
+        op: Op,
+        objects: KeyArray,
+        addresses: NDArray[np.int64],
+        length: int,
+        groups: NDArray[np.uint64] | None,
+    ) -> tuple[Batch, NDArray[np.int64]]:
+        """As _fragments(), of objects of one length: of one cache, which most batches are."""
+        num, size = len(objects), self.fragment_size
+        count = ceil_div(length, size)
+        numbers = np.arange(count, dtype=np.int64)
+        offsets = numbers * size
+        batch = Batch(
+            op=op,
+            token=0,
+            databases=self._databases(objects[:, :1], numbers).reshape(-1),
+            keys=equal_fragment_keys(objects, count),
+            addresses=(addresses[:, None] + offsets).astype(np.uint64).reshape(-1),
+            lengths=np.tile(np.minimum(length - offsets, size).astype(np.uint32), num),
+            groups=None if groups is None else np.repeat(groups, count),
+        )
+        return batch, np.arange(0, num * count, count, dtype=np.int64)
 
     def committed(self, chunks: KeyArray, then: Then) -> None:
         """Ask which chunks have a commit record; status OK or not."""

@@ -400,6 +400,8 @@ class RequestTable(ABC):
 
 def count_failures(counters: Counters, name: str, status: StatusArray) -> None:
     """Count entries that are not OK under name, and by reason under name:reason."""
+    if not status.any():
+        return
     codes, counts = np.unique(status[status != 0], return_counts=True)
     for code, count in zip(codes.tolist(), counts.tolist(), strict=True):
         reason = Status(code).name.lower() if code in set(Status) else "unknown"

@@ -64,15 +64,16 @@ class SlotAllocator:
         if not len(slots):
             return
         ordered = slots.astype(np.int64)
-        steps = np.diff(ordered)
+        steps = ordered[1:] - ordered[:-1]
         if (steps < 1).any():
             ordered.sort()
-            steps = np.diff(ordered)
+            steps = ordered[1:] - ordered[:-1]
         if ordered[0] < 0 or ordered[-1] >= self.num_slots:
             raise ValueError(f"slot {int(ordered[-1])} is outside 0..{self.num_slots - 1}")
-        bounds = [0, *(np.flatnonzero(steps != 1) + 1).tolist(), len(ordered)]
+        ends = np.flatnonzero(steps != 1)  # of runs, but for the last one
+        bounds = [0, *(ends + 1).tolist(), len(ordered)]
         runs = [(int(ordered[a]), b - a) for a, b in pairwise(bounds)]
-        if (steps == 0).any() or any(self._overlaps(s, n) for s, n in runs):
+        if (ends.size and not steps.all()) or any(self._overlaps(s, n) for s, n in runs):
             raise ValueError("a slot was freed twice")
         for start, length in runs:
             self._give(start, length)

@@ -105,6 +105,8 @@ class Channel:
             GatewayError: The gateway said Goodbye, or speaks nonsense.
         """
         while True:
+            # Tried, not asked for: to ask (zmq.EVENTS) is to hear of the disconnection, whereupon a
+            # socket with IMMEDIATE drops what the gateway said before, its Goodbye.
             try:
                 frames: Sequence[bytes] = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -101,6 +101,19 @@ def fragment_keys(
     return objects[object_idx] ^ table[fragment_idx]
 
 
+def equal_fragment_keys(objects: KeyArray, count: int) -> KeyArray:
+    """Return the keys of objects that are `count` fragments each.
+
+    Args:
+        objects: uint64 [n, 2] object keys.
+        count: fragments of each.
+
+    Returns:
+        uint64 [n * count, 2]; row i * count + f is fragment f of object i.
+    """
+    return (objects[:, None, :] ^ _fragment_salts(count)).reshape(-1, KEY_WORDS)
+
+
 @lru_cache(maxsize=1024)
 def _fragment_salts(count: int) -> KeyArray:
     return _salts("fragment", range(count))

@@ -253,3 +253,28 @@ def test_wakeup_fd_is_quiet_after_poll(opened):
     store.poll()
     assert select.select([store.wakeup_fd], [], [], 0)[0] == []
     assert len(answers) == 1
+
+
+@pytest.mark.parametrize("length", [1025, 2048, 2049, 5000])
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+def test_objects_of_one_length_have_the_fragments_of_any(opened, op, length):
+    """Most batches take a shorter way, and must find what the longer one stored."""
+    store = opened(PlainCard(num_databases=3))
+    objects = np.random.default_rng(5).integers(0, 2**64, (7, 2), dtype=np.uint64)
+    addresses = np.arange(7, dtype=np.int64) * 8192 + 4096
+    groups = np.arange(7, dtype=np.uint64) if op is Op.WRITE else None
+    equal = np.full(7, length, dtype=np.int64)
+    mixed = np.append(equal[:-1], length + 7 * 1024)
+    short, short_starts = store._fragments(op, objects, addresses, equal, groups)
+    long, long_starts = store._fragments(op, objects, addresses, mixed, groups)
+    ours = slice(0, 6 * -(-length // 1024))
+    for name in ("databases", "keys", "addresses", "lengths", "groups"):
+        got, want = getattr(short, name), getattr(long, name)
+        if want is None:
+            assert got is None
+            continue
+        assert got.dtype == want.dtype
+        assert got.flags.c_contiguous
+        assert np.array_equal(got[ours], want[ours]), name
+    assert short_starts.tolist() == list(range(0, 7 * -(-length // 1024), -(-length // 1024)))
+    assert long_starts[:7].tolist() == short_starts.tolist()
