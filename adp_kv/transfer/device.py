@@ -71,8 +71,11 @@ class TorchDevice:
         return torch.cuda.Stream(self._device, priority)
 
     def current_stream(self) -> torch.cuda.Stream:
-        """Return the calling thread's current stream on this device."""
-        return torch.cuda.current_stream(self._device)
+        """Return the calling thread's current stream on this device.
+
+        By number: torch takes 4 µs of a CPU to find that of a torch.device.
+        """
+        return torch.cuda.current_stream(self.index)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """Return a new event that happens when the stream has got here."""
