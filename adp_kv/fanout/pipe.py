@@ -14,6 +14,9 @@ A piece has about as long on the host as its share has on the link (143 µs for 
 and two ranks), so it is one copy, one exchange, one launch and two events. Where its pages lie
 in the buffer and where they belong the kernel reads from pinned memory, one place for each piece
 in flight: a table that had to be copied would queue behind the ring's bytes on the copy engine.
+Streams and events are torch's, which also destroys them, but are used by handle through the runtime:
+torch asks CUDA with each record and wait whether the current stream is being captured, and lets
+other Python threads in.
 
 Owning thread: whoever holds the Fanout's lock. Failure scope: ExchangeError ends the group;
 a copy that can't be queued concerns its piece, and all ranks hear of it by the flags.
@@ -69,6 +72,8 @@ class FanoutPipe:
         assert settings.max_ahead >= settings.num_buffers > 1
         self._device = device = hardware.device
         self._engine, self._ring = hardware.engine, hardware.ring
+        self._record = hardware.engine.runtime.eventRecord
+        self._wait = hardware.engine.runtime.streamWaitEvent
         self._exchange, self._flags, self._settings = exchange, flags, settings
         self._copy_stream = device.stream(0)
         self._exchange_stream = device.stream(_URGENT)
@@ -113,21 +118,22 @@ class FanoutPipe:
         slot = number % self._settings.max_ahead
         lane = self._lanes[0]
         self._lanes.rotate(-1)
+        copying, exchanging = self._handles
         if lane.free is not None:
-            self._copy_stream.wait_event(lane.free)
+            self._wait(copying, lane.free.cuda_event)
         if after is not None and after is not self._last_mark:
             assert isinstance(after, torch.cuda.Event)
-            self._copy_stream.wait_event(after)
+            self._wait(copying, after.cuda_event)
             self._last_mark = after
         error = self._queue_share(lane, piece, source)
-        lane.copied.record(self._copy_stream)
-        self._exchange_stream.wait_event(lane.copied)
+        self._record(lane.copied.cuda_event, copying)
+        self._wait(exchanging, lane.copied.cuda_event)
         self._flags.say(number, label, brings=error is None)
-        self._exchange.all_gather(lane.address, piece.region_bytes, self._handles[1])
+        self._exchange.all_gather(lane.address, piece.region_bytes, exchanging)
         if source is not None and error is None:
             error = self._queue_scatter(lane, slot, piece, source)
         end = lane.free = self._ends[slot]
-        end.record(self._exchange_stream)
+        self._record(end.cuda_event, exchanging)
         return end, error
 
     def _queue_share(self, lane: _Lane, piece: Piece, source: Source | None) -> str | None:

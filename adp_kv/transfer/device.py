@@ -84,8 +84,11 @@ class TorchDevice:
         return event
 
     def event(self) -> torch.cuda.Event:
-        """Return an event to record again and again; who waits, waits for the last time before."""
-        return torch.cuda.Event()
+        """Return an event to record again and again; who waits, waits for the last time before.
+
+        It was recorded once, on the current stream: torch makes the handle (cuda_event) then.
+        """
+        return self.record(self.current_stream())
 
     def prepare(self) -> None:
         """Compile the page kernels for launch_prepared()."""

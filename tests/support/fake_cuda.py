@@ -8,6 +8,7 @@ its stream at random, so memory that is reused too early shows up as wrong bytes
 import ctypes
 import random
 import threading
+import weakref
 from contextlib import contextmanager
 
 import numpy as np
@@ -20,6 +21,7 @@ class FakeEvent:
     def __init__(self, device):
         self._device = device
         self.happened = False
+        self.cuda_event = device.handle_of(self)
 
     def query(self):
         self._device.step(3)
@@ -32,9 +34,7 @@ class ReusedEvent:
     def __init__(self, device):
         self._device = device
         self.last = None
-
-    def record(self, stream):
-        self.last = self._device.record(stream)
+        self.cuda_event = device.handle_of(self)
 
     def query(self):
         return self.last.query()
@@ -67,6 +67,8 @@ class FakeDevice:
         self._lock = threading.RLock()  # polled by more threads than one
         self._streams = {}
         self._memory = []  # what is allocated stays, as a device's staging does
+        self._events = weakref.WeakValueDictionary()
+        self._num_events = 0
         self.main = self.stream(0)
         self.fail_copies = False
         self.fail_batches = False
@@ -125,6 +127,11 @@ class FakeDevice:
     def event(self):
         return ReusedEvent(self)
 
+    def handle_of(self, event):
+        self._num_events += 1
+        self._events[self._num_events] = event
+        return self._num_events
+
     def prepare(self):
         pass
 
@@ -172,6 +179,12 @@ class FakeDevice:
                 ctypes.memmove(dst + row * dpitch, src + row * spitch, width)
 
         self._copy("2-D", stream, run)
+
+    def eventRecord(self, event, stream):
+        self._events[event].last = self.record(self._streams[stream])
+
+    def streamWaitEvent(self, stream, event):
+        self._streams[stream].wait_event(self._events[event])
 
     # BatchCopy
     def copy(self, dst_addrs, src_addrs, sizes, stream):
