@@ -14,9 +14,9 @@ A piece has about as long on the host as its share has on the link (143 µs for 
 and two ranks), so it is one copy, one exchange, one launch and two events. Where its pages lie
 in the buffer and where they belong the kernel reads from pinned memory, one place for each piece
 in flight: a table that had to be copied would queue behind the ring's bytes on the copy engine.
-Streams and events are torch's, which also destroys them, but are used by handle through the runtime:
-torch asks CUDA with each record and wait whether the current stream is being captured, and lets
-other Python threads in.
+Streams and events are torch's, which also destroys them, but are used by handle, through the
+runtime: torch asks CUDA with each record and wait whether the current stream is being captured,
+and lets other Python threads in.
 
 Owning thread: whoever holds the Fanout's lock. Failure scope: ExchangeError ends the group;
 a copy that can't be queued concerns its piece, and all ranks hear of it by the flags.
