@@ -206,12 +206,15 @@ class Fanout:
 
     def _poll(self) -> None:
         """Take note of exchanges that have ended; abort when the oldest never will."""
-        while self._in_flight and self._has_ended(self._in_flight[0]):
-            flight = self._in_flight.popleft()
-            flight.ended = True
-            if flight.problem is None:
-                flight.problem = self._problem(flight)
-                flight.proven = flight.problem is None
+        if not self._in_flight:
+            return
+        with self._device.capture_safe():
+            while self._in_flight and self._has_ended(self._in_flight[0]):
+                flight = self._in_flight.popleft()
+                flight.ended = True
+                if flight.problem is None:
+                    flight.problem = self._problem(flight)
+                    flight.proven = flight.problem is None
         if self._in_flight and self._broken is None:
             late = self._clock() > self._in_flight[0].deadline
             if late:
@@ -224,8 +227,7 @@ class Fanout:
         if flight.event is None:
             return True
         try:
-            with self._device.capture_safe():
-                return bool(flight.event.query())
+            return bool(flight.event.query())
         except RuntimeError as error:
             flight.problem = f"the device failed during an exchange: {error}"
             return True
