@@ -86,9 +86,8 @@ class FanoutPipe:
         # Of each piece in flight: where its pages lie in the buffer, and where they belong.
         self._pinned = device.allocate_pinned(settings.max_ahead * 2 * words)
         tables = self._pinned.view(settings.max_ahead, 2, words)
-        self._tables = [(table[0], table[1]) for table in tables]
-        rows: Words = tables.numpy()
-        self._rows = rows
+        words_of: Words = tables.numpy()
+        self._tables = [(*table, *of) for table, of in zip(tables, words_of, strict=True)]
         self._ends = [device.event() for _ in range(settings.max_ahead)]
         self._last_mark: object = None
 
@@ -152,18 +151,18 @@ class FanoutPipe:
         return None
 
     def _queue_scatter(self, lane: _Lane, slot: int, piece: Piece, source: Source) -> str | None:
-        num_pages, page_bytes = piece.num_pages, source.copy.page_bytes
-        rows = self._rows[slot]
-        np.add(offsets_in_buffer(piece.layout), lane.address, out=rows[0, :num_pages])
-        rows[1, :num_pages] = source.pages[piece.borders[0] : piece.borders[-1]]
-        lie, belong = self._tables[slot]
+        first, end = piece.borders[0], piece.borders[-1]
+        num_pages = end - first
+        lie, belong, lie_words, belong_words = self._tables[slot]
+        np.add(offsets_in_buffer(piece.layout), lane.address, out=lie_words[:num_pages])
+        belong_words[:num_pages] = source.pages[first:end]
         try:
             self._device.launch_prepared(
                 self._exchange_stream,
                 lie,
                 belong,
                 num_pages,
-                page_bytes,
+                source.copy.page_bytes,
                 align=source.align(),
                 num_programs=self._settings.page_programs,
             )
