@@ -61,15 +61,15 @@ def find_source(copy: SliceCopy, ring: RingRegistration) -> Source:
             an address would end the process's CUDA context.
     """
     check_copy(copy)
-    slices, step = copy.slice_addrs, copy.slice_bytes
-    first, end = int(slices[0]), step
+    slices, width = copy.slice_addrs, copy.slice_bytes
+    first, step = int(slices[0]), width
     if slices.size > 1:
         gaps = slices[1:] - slices[:-1]
         step = int(gaps[0])
-        if step < end or np.count_nonzero(gaps != step):
+        if step < width or np.count_nonzero(gaps != step):
             step = 0
     low, high = (first, int(slices[-1])) if step else (int(slices.min()), int(slices.max()))
-    if not ring.covers(low, high + copy.slice_bytes):
+    if not ring.covers(low, high + width):
         raise TransferError("slices lie outside the registered ring")
     return Source(copy, copy.page_addrs.reshape(-1), first, step)
 
