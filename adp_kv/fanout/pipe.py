@@ -14,9 +14,10 @@ A piece has about as long on the host as its share has on the link (143 µs for 
 and two ranks), so it is one copy, one exchange, one launch and two events. Where its pages lie
 in the buffer and where they belong the kernel reads from pinned memory, one place for each piece
 in flight: a table that had to be copied would queue behind the ring's bytes on the copy engine.
-Streams and events are torch's, which also destroys them, but are used by handle, through the
-runtime: torch asks CUDA with each record and wait whether the current stream is being captured,
-and lets other Python threads in.
+Streams and events are torch's, but a wait goes by their handles through cupy's runtime, as copies
+do: torch asks CUDA each time whether the current stream is being captured. A record does not, since
+cupy keeps the GIL in it: should the stream's queue be full, the forward pass would stop, and
+with it what the other ranks' exchanges wait for.
 
 Owning thread: whoever holds the Fanout's lock. Failure scope: ExchangeError ends the group;
 a copy that can't be queued concerns its piece, and all ranks hear of it by the flags.
@@ -72,7 +73,6 @@ class FanoutPipe:
         assert settings.max_ahead >= settings.num_buffers > 1
         self._device = device = hardware.device
         self._engine, self._ring = hardware.engine, hardware.ring
-        self._record = hardware.engine.runtime.eventRecord
         self._wait = hardware.engine.runtime.streamWaitEvent
         self._exchange, self._flags, self._settings = exchange, flags, settings
         self._copy_stream = device.stream(0)
@@ -125,14 +125,14 @@ class FanoutPipe:
             self._wait(copying, after.cuda_event)
             self._last_mark = after
         error = self._queue_share(lane, piece, source)
-        self._record(lane.copied.cuda_event, copying)
+        lane.copied.record(self._copy_stream)
         self._wait(exchanging, lane.copied.cuda_event)
         self._flags.say(number, label, brings=error is None)
         self._exchange.all_gather(lane.address, piece.region_bytes, exchanging)
         if source is not None and error is None:
             error = self._queue_scatter(lane, slot, piece, source)
         end = lane.free = self._ends[slot]
-        self._record(end.cuda_event, exchanging)
+        end.record(self._exchange_stream)
         return end, error
 
     def _queue_share(self, lane: _Lane, piece: Piece, source: Source | None) -> str | None:

@@ -97,9 +97,9 @@ class TorchDevice:
     def event(self) -> torch.cuda.Event:
         """Return an event to record again and again; who waits, waits for the last time before.
 
-        It was recorded once, on the current stream: torch makes the handle (cuda_event) then.
+        It has a handle (cuda_event) from the first time on.
         """
-        return self.record(self.current_stream())
+        return torch.cuda.Event()
 
     def prepare(self) -> None:
         """Compile the page kernels for launch_prepared()."""

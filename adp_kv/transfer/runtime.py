@@ -40,11 +40,8 @@ class CudaRuntime(Protocol):
     ) -> None:
         """Copy rows on a stream."""
 
-    def eventRecord(self, event: int, stream: int, /) -> None:
-        """Let an event happen when the stream has got here."""
-
     def streamWaitEvent(self, stream: int, event: int, /) -> None:
-        """Let a stream wait for the last time before that the event was recorded."""
+        """Let a stream wait for the last time that the event was recorded, once at least."""
 
 
 def load_runtime() -> CudaRuntime:

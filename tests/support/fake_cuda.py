@@ -28,12 +28,19 @@ class FakeEvent:
 
 
 class ReusedEvent:
-    """An event that is recorded again and again: who waits, waits for the last time before."""
+    """An event that is recorded again and again: who waits, waits for the last time before.
+
+    It has a handle from the first time on, as torch's have.
+    """
 
     def __init__(self, device):
         self._device = device
         self.last = None
-        self.cuda_event = device.handle_of(self)
+        self.cuda_event = 0
+
+    def record(self, stream):
+        self.last = self._device.record(stream)
+        self.cuda_event = self.cuda_event or self._device.handle_of(self)
 
     def query(self):
         return self.last.query()
@@ -199,9 +206,6 @@ class FakeDevice:
                 ctypes.memmove(dst + row * dpitch, src + row * spitch, width)
 
         self._copy("2-D", stream, run)
-
-    def eventRecord(self, event, stream):
-        self._events[event].last = self.record(self._streams[stream])
 
     def streamWaitEvent(self, stream, event):
         self._streams[stream].wait_event(self._events[event])

@@ -259,7 +259,7 @@ def test_device_is_used_only_where_that_ends_no_capture(monkeypatch):
     calls = [
         (ReusedEvent, "query"),
         (FakeDevice, "_copy"),
-        (FakeDevice, "eventRecord"),
+        (ReusedEvent, "record"),
         (FakeDevice, "streamWaitEvent"),
         (FakeDevice, "launch_prepared"),
     ]
