@@ -103,6 +103,7 @@ class Fanout:
         self.ranks = ranks
         self._device = hardware.device
         self._least_bytes = least_bytes(len(ranks))
+        self._capture_safe = hardware.device.capture_safe()  # used under the lock
         self._bound: int | None = None
         self._ring = hardware.ring
         self._exchange, self._flags = exchange, flags
@@ -160,7 +161,7 @@ class Fanout:
         self._count += 1
         flight = _Flight(number, label, self._clock() + self._settings.timeout_s)
         try:
-            with self._device.capture_safe():
+            with self._capture_safe:
                 self._bind()
                 flight.event, error = self._pipe.queue(number, piece, label, source, after)
         except (ExchangeError, RuntimeError) as caught:
@@ -206,12 +207,15 @@ class Fanout:
 
     def _poll(self) -> None:
         """Take note of exchanges that have ended; abort when the oldest never will."""
-        while self._in_flight and self._has_ended(self._in_flight[0]):
-            flight = self._in_flight.popleft()
-            flight.ended = True
-            if flight.problem is None:
-                flight.problem = self._problem(flight)
-                flight.proven = flight.problem is None
+        if not self._in_flight:
+            return
+        with self._capture_safe:
+            while self._in_flight and self._has_ended(self._in_flight[0]):
+                flight = self._in_flight.popleft()
+                flight.ended = True
+                if flight.problem is None:
+                    flight.problem = self._problem(flight)
+                    flight.proven = flight.problem is None
         if self._in_flight and self._broken is None:
             late = self._clock() > self._in_flight[0].deadline
             if late:
@@ -224,8 +228,7 @@ class Fanout:
         if flight.event is None:
             return True
         try:
-            with self._device.capture_safe():
-                return bool(flight.event.query())
+            return bool(flight.event.query())
         except RuntimeError as error:
             flight.problem = f"the device failed during an exchange: {error}"
             return True

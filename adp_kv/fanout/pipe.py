@@ -14,6 +14,10 @@ A piece has about as long on the host as its share has on the link (143 µs for 
 and two ranks), so it is one copy, one exchange, one launch and two events. Where its pages lie
 in the buffer and where they belong the kernel reads from pinned memory, one place for each piece
 in flight: a table that had to be copied would queue behind the ring's bytes on the copy engine.
+Streams and events are torch's, but a wait goes by their handles through cupy's runtime, as copies
+do: torch asks CUDA each time whether the current stream is being captured. A record does not, since
+cupy keeps the GIL in it: should the stream's queue be full, the forward pass would stop, and
+with it what the other ranks' exchanges wait for.
 
 Owning thread: whoever holds the Fanout's lock. Failure scope: ExchangeError ends the group;
 a copy that can't be queued concerns its piece, and all ranks hear of it by the flags.
@@ -69,6 +73,7 @@ class FanoutPipe:
         assert settings.max_ahead >= settings.num_buffers > 1
         self._device = device = hardware.device
         self._engine, self._ring = hardware.engine, hardware.ring
+        self._wait = hardware.engine.runtime.streamWaitEvent
         self._exchange, self._flags, self._settings = exchange, flags, settings
         self._copy_stream = device.stream(0)
         self._exchange_stream = device.stream(_URGENT)
@@ -81,9 +86,8 @@ class FanoutPipe:
         # Of each piece in flight: where its pages lie in the buffer, and where they belong.
         self._pinned = device.allocate_pinned(settings.max_ahead * 2 * words)
         tables = self._pinned.view(settings.max_ahead, 2, words)
-        self._tables = [(table[0], table[1]) for table in tables]
-        rows: Words = tables.numpy()
-        self._rows = rows
+        words_of: Words = tables.numpy()
+        self._tables = [(*table, *of) for table, of in zip(tables, words_of, strict=True)]
         self._ends = [device.event() for _ in range(settings.max_ahead)]
         self._last_mark: object = None
 
@@ -113,17 +117,18 @@ class FanoutPipe:
         slot = number % self._settings.max_ahead
         lane = self._lanes[0]
         self._lanes.rotate(-1)
+        copying, exchanging = self._handles
         if lane.free is not None:
-            self._copy_stream.wait_event(lane.free)
+            self._wait(copying, lane.free.cuda_event)
         if after is not None and after is not self._last_mark:
             assert isinstance(after, torch.cuda.Event)
-            self._copy_stream.wait_event(after)
+            self._wait(copying, after.cuda_event)
             self._last_mark = after
         error = self._queue_share(lane, piece, source)
         lane.copied.record(self._copy_stream)
-        self._exchange_stream.wait_event(lane.copied)
+        self._wait(exchanging, lane.copied.cuda_event)
         self._flags.say(number, label, brings=error is None)
-        self._exchange.all_gather(lane.address, piece.region_bytes, self._handles[1])
+        self._exchange.all_gather(lane.address, piece.region_bytes, exchanging)
         if source is not None and error is None:
             error = self._queue_scatter(lane, slot, piece, source)
         end = lane.free = self._ends[slot]
@@ -146,18 +151,18 @@ class FanoutPipe:
         return None
 
     def _queue_scatter(self, lane: _Lane, slot: int, piece: Piece, source: Source) -> str | None:
-        num_pages, page_bytes = piece.num_pages, source.copy.page_bytes
-        rows = self._rows[slot]
-        np.add(offsets_in_buffer(piece.layout), lane.address, out=rows[0, :num_pages])
-        rows[1, :num_pages] = source.pages[piece.borders[0] : piece.borders[-1]]
-        lie, belong = self._tables[slot]
+        first, end = piece.borders[0], piece.borders[-1]
+        num_pages = end - first
+        lie, belong, lie_words, belong_words = self._tables[slot]
+        np.add(offsets_in_buffer(piece.layout), lane.address, out=lie_words[:num_pages])
+        belong_words[:num_pages] = source.pages[first:end]
         try:
             self._device.launch_prepared(
                 self._exchange_stream,
                 lie,
                 belong,
                 num_pages,
-                page_bytes,
+                source.copy.page_bytes,
                 align=source.align(),
                 num_programs=self._settings.page_programs,
             )

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +42,7 @@ SLICES_PER_RANK = 8
 """From so many slices a rank on, shares are cut between slices: whole ones move as 2-D copies."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """Sizes of one transfer: num_slices slices of pages_per_slice pages of page_bytes."""
 
     num_slices: int

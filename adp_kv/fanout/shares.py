@@ -61,20 +61,17 @@ def find_source(copy: SliceCopy, ring: RingRegistration) -> Source:
             an address would end the process's CUDA context.
     """
     check_copy(copy)
-    slices = copy.slice_addrs
-    low = high = first = int(slices[0])
-    step = copy.slice_bytes
+    slices, width = copy.slice_addrs, copy.slice_bytes
+    first, step = int(slices[0]), width
     if slices.size > 1:
         gaps = slices[1:] - slices[:-1]
         step = int(gaps[0])
-        if step >= copy.slice_bytes and (gaps == step).all():
-            high = int(slices[-1])
-        else:
-            step, low, high = 0, int(slices.min()), int(slices.max())
-    if not ring.covers(low, high + copy.slice_bytes):
+        if step < width or np.count_nonzero(gaps != step):
+            step = 0
+    low, high = (first, int(slices[-1])) if step else (int(slices.min()), int(slices.max()))
+    if not ring.covers(low, high + width):
         raise TransferError("slices lie outside the registered ring")
-    pages = np.ascontiguousarray(copy.page_addrs).reshape(-1)
-    return Source(copy, pages, first, step)
+    return Source(copy, copy.page_addrs.reshape(-1), first, step)
 
 
 def queue_share(

@@ -11,4 +11,4 @@ def common_alignment(page_bytes: int, *addrs: NDArray[np.int64]) -> int:
     bits = page_bytes
     for table in addrs:
         bits |= int(np.bitwise_or.reduce(table, axis=None))
-    return next(align for align in (16, 8, 1) if bits % align == 0)
+    return 1 if bits % 8 else 8 if bits % 16 else 16

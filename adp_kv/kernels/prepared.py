@@ -37,7 +37,8 @@ class PreparedCopy:
         self._function = kernel.function
         self._metadata = kernel.packed_metadata
         self._align = align
-        self._shape = shape
+        self._unit_bytes = shape.cols * min(align, 8)
+        self._rows = shape.rows
         self._constants = (align, shape.rows, shape.cols)
 
     def launch(
@@ -59,10 +60,9 @@ class PreparedCopy:
             page_bytes: bytes of every page; it and every address are multiples of the alignment.
             num_programs: bound of the programs.
         """
-        shape = self._shape
-        units = num_pages * ceil_div(page_bytes // min(self._align, 8), shape.cols)
+        units = num_pages * ceil_div(page_bytes, self._unit_bytes)
         assert units <= MAX_UNITS
-        programs = min(num_programs, ceil_div(units, shape.rows))
+        programs = min(num_programs, ceil_div(units, self._rows))
         self._launch(
             programs, 1, 1, stream, self._function, self._metadata, None, None, None,
             src_table, dst_table, num_pages, page_bytes // self._align, *self._constants,

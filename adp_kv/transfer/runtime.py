@@ -1,5 +1,5 @@
 # ruff: noqa: N802  # the names are cupy's
-"""The part of the CUDA runtime that moves and registers memory, as cupy spells it.
+"""The part of the CUDA runtime that moves and registers memory and orders streams, in cupy's names.
 
 Its functions raise RuntimeError and clear the runtime's last error before they do.
 """
@@ -12,7 +12,7 @@ from adp_kv.errors import TransferError
 
 
 class CudaRuntime(Protocol):
-    """What this package uses of cupy.cuda.runtime; streams are handles."""
+    """What this package uses of cupy.cuda.runtime; streams and events are handles."""
 
     def setDevice(self, device: int, /) -> None:
         """Choose the calling thread's device."""
@@ -39,6 +39,9 @@ class CudaRuntime(Protocol):
         /,
     ) -> None:
         """Copy rows on a stream."""
+
+    def streamWaitEvent(self, stream: int, event: int, /) -> None:
+        """Let a stream wait for the last time that the event was recorded, once at least."""
 
 
 def load_runtime() -> CudaRuntime:

@@ -8,7 +8,7 @@ its stream at random, so memory that is reused too early shows up as wrong bytes
 import ctypes
 import random
 import threading
-from contextlib import contextmanager
+import weakref
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ class FakeEvent:
     def __init__(self, device):
         self._device = device
         self.happened = False
+        self.cuda_event = device.handle_of(self)
 
     def query(self):
         self._device.step(3)
@@ -27,17 +28,39 @@ class FakeEvent:
 
 
 class ReusedEvent:
-    """An event that is recorded again and again: who waits, waits for the last time before."""
+    """An event that is recorded again and again: who waits, waits for the last time before.
+
+    It has a handle from the first time on, as torch's have.
+    """
 
     def __init__(self, device):
         self._device = device
         self.last = None
+        self.cuda_event = 0
 
     def record(self, stream):
         self.last = self._device.record(stream)
+        self.cuda_event = self.cuda_event or self._device.handle_of(self)
 
     def query(self):
         return self.last.query()
+
+
+class Exemption:
+    """A CaptureSafe: used again and again, by one thread at a time and not within itself."""
+
+    def __init__(self, threads):
+        self._threads = threads
+        self._is_entered = False
+
+    def __enter__(self):
+        assert not self._is_entered
+        self._is_entered = True
+        self._threads.append(threading.get_ident())
+
+    def __exit__(self, *_):
+        self._threads.remove(threading.get_ident())
+        self._is_entered = False
 
 
 class FakeStream:
@@ -67,6 +90,9 @@ class FakeDevice:
         self._lock = threading.RLock()  # polled by more threads than one
         self._streams = {}
         self._memory = []  # what is allocated stays, as a device's staging does
+        self._events = weakref.WeakValueDictionary()
+        self._num_events = 0
+        self._exempt = []
         self.main = self.stream(0)
         self.fail_copies = False
         self.fail_batches = False
@@ -102,9 +128,12 @@ class FakeDevice:
     def bind(self):
         pass
 
-    @contextmanager
     def capture_safe(self):
-        yield
+        return Exemption(self._exempt)
+
+    def is_exempt(self):
+        """Return whether the calling thread's calls end nobody's capture."""
+        return threading.get_ident() in self._exempt
 
     def stream(self, _priority):
         stream = FakeStream(self, len(self._streams) + 1)
@@ -124,6 +153,11 @@ class FakeDevice:
 
     def event(self):
         return ReusedEvent(self)
+
+    def handle_of(self, event):
+        self._num_events += 1
+        self._events[self._num_events] = event
+        return self._num_events
 
     def prepare(self):
         pass
@@ -172,6 +206,9 @@ class FakeDevice:
                 ctypes.memmove(dst + row * dpitch, src + row * spitch, width)
 
         self._copy("2-D", stream, run)
+
+    def streamWaitEvent(self, stream, event):
+        self._streams[stream].wait_event(self._events[event])
 
     # BatchCopy
     def copy(self, dst_addrs, src_addrs, sizes, stream):

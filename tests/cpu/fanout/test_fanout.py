@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.support.clock import FakeClock
-from tests.support.fake_cuda import FakeEvent
+from tests.support.fake_cuda import FakeDevice, FakeEvent, ReusedEvent
 
 torch = pytest.importorskip("torch")
 from adp_kv.errors import TransferError  # noqa: E402
@@ -253,6 +253,37 @@ def test_fence_of_what_has_ended_waits_for_nothing_newer():
     members.devices[0].main.add(lambda: seen.append(1))
     members.step()
     assert seen
+
+
+def test_device_is_used_only_where_that_ends_no_capture(monkeypatch):
+    calls = [
+        (ReusedEvent, "query"),
+        (FakeDevice, "_copy"),
+        (ReusedEvent, "record"),
+        (FakeDevice, "streamWaitEvent"),
+        (FakeDevice, "launch_prepared"),
+    ]
+    used = []
+
+    def watch(kind, name):
+        call = getattr(kind, name)
+
+        def use(self, *how, **more):
+            used.append((kind, name))
+            assert getattr(self, "_device", self).is_exempt(), name
+            return call(self, *how, **more)
+
+        monkeypatch.setattr(kind, name, use)
+
+    for call in calls:
+        watch(*call)
+    members = Members(2)
+    _, _, shape, copies = simple(members)
+    for _ in range(3):
+        finish(members.restore(shape, copies), members)
+    members.fanouts[0].close(1.0)
+    assert set(used) == set(calls)
+    assert not any(device.is_exempt() for device in members.devices)
 
 
 def test_ranks_take_turns_with_the_larger_share(monkeypatch):

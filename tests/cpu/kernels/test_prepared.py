@@ -31,10 +31,11 @@ def test_launch_hands_over_every_parameter_in_order(align, shape):
     assert args == [4096, 8192, 100, 73728 // align, align, shape.rows, shape.cols]
 
 
-def test_few_pages_take_few_programs():
+@pytest.mark.parametrize(("num_pages", "programs"), [(1, 1), (16, 1), (17, 2), (2000, 64)])
+def test_few_pages_take_few_programs(num_pages, programs):
     kernel = Compiled()
-    PreparedCopy(kernel, 16, WORDS).launch(7, 4096, 8192, 1, 2048, 64)
-    assert kernel.launches[0][0] == 1
+    PreparedCopy(kernel, 16, WORDS).launch(7, 4096, 8192, num_pages, 2048, 64)
+    assert kernel.launches[0][0] == programs
 
 
 def test_more_units_than_the_kernel_counts_are_refused():
