@@ -124,8 +124,8 @@ class Engine:
         engine_args["model"] = str(folder)
         if kv_transfer_config is not None:
             engine_args["kv_transfer_config"] = dict(kv_transfer_config)
-        model_args = dict(model_args) | dict(needs or {})
-        request = {"op": "start", "engine_args": engine_args, "model_args": model_args}
+        by_device = {**model_args, **(needs or {})}
+        request = {"op": "start", "engine_args": engine_args, "model_args": by_device}
         return self.call(request, timeout_s)
 
     def generate(
