@@ -77,20 +77,29 @@ def drafted_hit(length: int) -> int:
     return max(0, expected_hit(length, CHUNK) - CHUNK)
 
 
-def _one(engine: Engine, tokens: list[int], max_tokens: int = MAX_TOKENS) -> Answer:
+def _one(
+    engine: Engine,
+    tokens: list[int],
+    max_tokens: int = MAX_TOKENS,
+    pages: Digests | None = None,
+) -> Answer:
+    """Run a prompt; take the pages of chunks that are new, before vLLM can reuse their blocks."""
     before = accepted_tokens(engine)
     (said,) = engine.generate([tokens], max_tokens=max_tokens)
+    if pages is not None:
+        (noted,) = engine.rpc("adp_noted_caches")
+        pages |= {chunk: digests for chunk, digests in noted.items() if chunk not in pages}
     return Answer(said, accepted_tokens(engine) - before)
 
 
-def _with_local_hit(engine: Engine, tokens: list[int], block: int) -> Answer:
+def _with_local_hit(engine: Engine, tokens: list[int], block: int, pages: Digests) -> Answer:
     """Compute what a restore would bring, then answer the prompt from the GPU's own cache.
 
     A block more is computed: of its own hits vLLM takes back the last block.
     """
     hit = drafted_hit(len(tokens))
-    _one(engine, tokens[: hit + block], max_tokens=1)
-    done = _one(engine, tokens)
+    _one(engine, tokens[: hit + block], 1, pages)
+    done = _one(engine, tokens, pages=pages)
     assert done.said.num_cached_tokens == hit
     return done
 
@@ -112,11 +121,11 @@ def _first_life(deployment: Deployment, story: Story) -> None:
         block = int(engine.config("cache_config.block_size"))
         engine.rpc("adp_slow", SLOW_MS)
         engine.rpc("adp_note_pages", "save")
+        pages = story.saved_pages
         for name, tokens in PROMPTS.items():
-            story.local[name] = _with_local_hit(engine, tokens, block)
-        story.decoded = _one(engine, DECODED, NUM_DECODED)
+            story.local[name] = _with_local_hit(engine, tokens, block, pages)
+        story.decoded = _one(engine, DECODED, NUM_DECODED, pages)
         deployment.wait_committed(NUM_SAVED)
-        (story.saved_pages,) = engine.rpc("adp_noted_caches")
         engine.reset_prefix_cache()
         story.other_mode = _one(engine, PROMPTS[LONG])
         deployment.kill9(engine)
@@ -132,11 +141,13 @@ def _second_life(deployment: Deployment, story: Story) -> None:
         )
         engine.rpc("adp_slow", SLOW_MS)
         engine.rpc("adp_note_pages", "restore")
-        story.restored = {name: _one(engine, tokens) for name, tokens in PROMPTS.items()}
-        story.continued = _one(engine, [*DECODED, *story.decoded.said.token_ids[:-1]])
-        (story.restored_pages,) = engine.rpc("adp_noted_caches")
+        pages = story.restored_pages
+        for name, tokens in PROMPTS.items():
+            story.restored[name] = _one(engine, tokens, pages=pages)
+        continued = [*DECODED, *story.decoded.said.token_ids[:-1]]
+        story.continued = _one(engine, continued, pages=pages)
         story.missed = deployment.counters().get("objects_missed", 0)
-        names = next(iter(story.restored_pages.values()))
+        names = next(iter(pages.values()))
         draft_caches = [name for name in names if story.drafted.is_draft(name)]
         engine.reset_prefix_cache()
         engine.rpc("adp_zero_restores", True, None, draft_caches)
