@@ -1,4 +1,4 @@
-"""Spells vLLM's names, with vllm_caches and vllm_dcp: configuration, hashes, what a step carries.
+"""Spells vLLM's names, with the other vllm_*: configuration, hashes, what a step carries.
 
 Everything below the connector works with what this returns: plain facts, geometry,
 numbers. Features are probed for, versions are not compared.
@@ -26,13 +26,13 @@ from adp_kv.connector.vllm_caches import (
     view_parts,
 )
 from adp_kv.connector.vllm_dcp import check_dcp_rank, dcp_facts, token_shards
+from adp_kv.connector.vllm_drafts import draft_layers, has_draft_cache
 from adp_kv.errors import ConfigError
 from adp_kv.layout.fingerprint import FORMAT_VERSION, weights_fingerprint
 from adp_kv.layout.parts import Part
 from adp_kv.units import ceil_div
 
 DEFAULT_CHUNK_TOKENS = 256
-WITHOUT_DRAFT_CACHE = {"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class EngineView:
         every_state: recurrent states are kept at every block boundary.
         local_hits_diverge: vLLM may count a local hit that not every group has (0.25).
         draft_cache: a draft model has caches, whose last entries depend on the token after.
+        draft_layers: vLLM's names of its layers, which do not compute in every step.
         async_beside_others: a request that is alone loads layer by layer, others asynchronously.
         token_shards: ranks that share the tokens of every block (DCP).
     """
@@ -61,6 +62,7 @@ class EngineView:
     every_state: bool = False
     local_hits_diverge: bool = False
     draft_cache: bool = False
+    draft_layers: frozenset[str] = frozenset()
     async_beside_others: bool = False
     token_shards: int = 1
 
@@ -99,7 +101,7 @@ def view_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSetti
     """
     parallel = vllm_config.parallel_config
     _refuse_scales_of_the_day(vllm_config.cache_config)
-    draft_cache = _has_draft_cache(vllm_config)
+    draft_cache = has_draft_cache(vllm_config)
     shards = token_shards(parallel, kv_cache_config, draft_cache=draft_cache)
     block_tokens = common_block_tokens(kv_cache_config, shards)
     recurrent = has_states(kv_cache_config)
@@ -122,6 +124,7 @@ def view_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSetti
         local_hits_diverge=recurrent
         and not hasattr(vllm_base.KVConnectorBase_V1, "supports_divergent_local_hybrid_hits"),
         draft_cache=draft_cache,
+        draft_layers=draft_layers(vllm_config, kv_cache_config),
         token_shards=shards,
     )
 
@@ -149,11 +152,6 @@ def _check_recurrent(vllm_config: Any, settings: ConnectorSettings, block_tokens
             f"chunk_size = {settings.chunk_size} with recurrent states (Mamba-type layers): vLLM "
             f"keeps one every {block_tokens} tokens; use {block_tokens}, or leave it out"
         )
-
-
-def _has_draft_cache(vllm_config: Any) -> bool:
-    speculative = getattr(vllm_config, "speculative_config", None)
-    return speculative is not None and speculative.method not in WITHOUT_DRAFT_CACHE
 
 
 def _refuse_scales_of_the_day(cache: Any) -> None:

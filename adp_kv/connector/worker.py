@@ -6,7 +6,8 @@
 Which layers have hooks is observed, not guessed: a layer is waited for in its hook
 once that hook was seen in a forward that ran layers in Python; until then, and under
 full CUDA graphs, it is waited for up front and saved at the end of the step. A layer
-that computed before its pages were fenced is a failed load, never a silent one.
+that computed before its pages were fenced is a failed load, never a silent one. A draft's
+layers are always waited for up front: not every step that restores runs them, hooks and all.
 
 Threads: called by vLLM's worker thread; the rank client has its own. Failure scope: a
 failed restore is reported by block (and by request where it was asynchronous); from
@@ -252,7 +253,8 @@ class WorkerSide:
         index = self._index_of.get(name)
         if index is None:
             return
-        self._hooked.add(index)
+        if name not in self._engine.draft_layers:
+            self._hooked.add(index)
         self._fence(self._begin(meta), index)
 
     def _fence(self, step: Step, index: int) -> None:

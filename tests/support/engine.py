@@ -110,6 +110,7 @@ class Engine:
         kv_transfer_config: Mapping[str, Any] | None = None,
         *,
         timeout_s: float = START_TIMEOUT_S,
+        needs: Mapping[str, Mapping[str, Any]] | None = None,
         **engine_args: Any,
     ) -> dict[str, Any]:
         """Build the engine and return facts of it: vllm, device, start_s, engine_args.
@@ -120,13 +121,15 @@ class Engine:
             model: name of a tiny model, or a folder with config.json and weights.
             kv_transfer_config: as for --kv-transfer-config.
             timeout_s: deadline.
+            needs: engine arguments by device without which the model of a folder does not run.
             engine_args: vLLM's EngineArgs; they override the harness's and the model's.
         """
         folder, model_args = tiny_models.resolve(model)
         engine_args["model"] = str(folder)
         if kv_transfer_config is not None:
             engine_args["kv_transfer_config"] = dict(kv_transfer_config)
-        request = {"op": "start", "engine_args": engine_args, "model_args": model_args}
+        by_device = {**model_args, **(needs or {})}
+        request = {"op": "start", "engine_args": engine_args, "model_args": by_device}
         return self.call(request, timeout_s)
 
     def generate(

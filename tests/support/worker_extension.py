@@ -31,6 +31,15 @@ def _bytes_at(address: int, num_bytes: int) -> bytes:
     return host.raw
 
 
+def _digest(cache: Any, blocks: list[int]) -> str:
+    """Return a digest of a cache's pages of some blocks."""
+    digest = blake2b(digest_size=16)
+    for block in blocks:
+        address = cache.base_address + block * cache.block_stride_bytes
+        digest.update(_bytes_at(address, cache.page_bytes))
+    return digest.hexdigest()
+
+
 def _client() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -64,7 +73,9 @@ def _noting(submit: Any, noted: dict[str, tuple[int, list[int]]]) -> Any:
 class WorkerExtension:
     """Mixed into every worker; names start with adp_ so that none of vLLM's is hidden."""
 
-    def adp_zero_restores(self, on: bool, kind: str | None = None) -> None:
+    def adp_zero_restores(
+        self, on: bool, kind: str | None = None, caches: list[str] | None = None
+    ) -> None:
         """From now on (or no longer) put zeros where restored bytes belong.
 
         The negative control of every restore test: tokens must change.
@@ -72,6 +83,7 @@ class WorkerExtension:
         Args:
             on: whether to.
             kind: only in parts that are "full", "window" or "state"; None: in all.
+            caches: only in caches of these names; None: in all.
         """
         client = _client()
         client.__dict__.pop("_slices", None)
@@ -81,7 +93,9 @@ class WorkerExtension:
 
         def slices(transfer: Any, *picked: Any) -> Any:
             copy = original(transfer, *picked)
-            if not transfer.is_put and transfer.stack.caches[0].part in chosen:
+            cache = transfer.stack.caches[int(picked[1][0])]
+            wanted = caches is None or cache.name in caches
+            if not transfer.is_put and cache.part in chosen and wanted:
                 for address in copy.slice_addrs.tolist():
                     ctypes.memset(address, 0, copy.slice_bytes)
             return copy
@@ -160,12 +174,18 @@ class WorkerExtension:
         """Return part, cache indices and chunk keys of each save since adp_note_saves()."""
         return list(_client().adp_saved)
 
-    def adp_note_pages(self) -> None:
-        """From now on keep which blocks chunks are saved from and restored into."""
+    def adp_note_pages(self, *kinds: str) -> None:
+        """From now on keep which blocks chunks are saved from and restored into.
+
+        Args:
+            kinds: "save", "restore"; none: both.
+        """
         client = _client()
         noted = client.adp_noted = {}
         for name in ("submit_save", "submit_restore"):
             client.__dict__.pop(name, None)
+            if kinds and name.removeprefix("submit_") not in kinds:
+                continue
             client.__dict__[name] = _noting(getattr(client, name), noted)
 
     def adp_noted_pages(self) -> dict[str, str]:
@@ -177,6 +197,14 @@ class WorkerExtension:
         for key, (part, blocks) in _client().adp_noted.items():
             pages = self.adp_page_digests([(block, part) for block in blocks])
             digests[key] = "".join(pages)
+        return digests
+
+    def adp_noted_caches(self) -> dict[str, dict[str, str]]:
+        """Return the same for each cache by itself: by chunk, then by the cache's name."""
+        client, digests = _client(), {}
+        for key, (part, blocks) in client.adp_noted.items():
+            caches = [cache for cache in client.caches.values() if cache.part == part]
+            digests[key] = {cache.name: _digest(cache, blocks) for cache in caches}
         return digests
 
     def adp_takes_failed_requests(self) -> bool:

@@ -25,12 +25,19 @@ class Client:
     def submit_save(self, job, kind, caches, mark):
         self.saves.append(job)
 
+    def submit_restore(self, job, kind, mark):
+        pass
 
-@pytest.mark.parametrize(("acknowledged", "saved"), [(4, False), (5, True)])
-def test_saves_wait_until_the_scheduler_knows_of_a_failed_restore(acknowledged, saved):
+
+@pytest.fixture(scope="module")
+def module():
     with warnings.catch_warnings():  # vLLM's and torch's own
         warnings.simplefilter("ignore")
-        module = importlib.import_module("adp_kv.connector.worker")
+        return importlib.import_module("adp_kv.connector.worker")
+
+
+@pytest.mark.parametrize(("acknowledged", "saved"), [(4, False), (5, True)])
+def test_saves_wait_until_the_scheduler_knows_of_a_failed_restore(module, acknowledged, saved):
     side = module.WorkerSide(SimpleNamespace(), ConnectorSettings(), b"n" * 16)
     side._client = Client()
     side._caches = {0: CacheGeometry(0, "l.0", 0, 64, 64, 8, 1)}
@@ -40,3 +47,20 @@ def test_saves_wait_until_the_scheduler_knows_of_a_failed_restore(acknowledged, 
     assert bool(side._client.saves) is saved
     ((job,),) = side._saves.values()
     assert job.abandoned is not saved
+
+
+def test_draft_s_layers_are_waited_for_before_the_pass_and_others_in_their_hooks(module):
+    engine = SimpleNamespace(draft_layers=frozenset({"l.1"}))
+    side = module.WorkerSide(engine, ConnectorSettings(), b"n" * 16)
+    side._client = Client()
+    side._caches = {i: CacheGeometry(i, f"l.{i}", 0, 64, 64, 8, 1) for i in range(2)}
+    side._index_of = {"l.0": 0, "l.1": 1}
+    before = module.AdpMetadata(step=1)
+    for name in ("l.0", "l.1"):
+        side.wait_layer(before, name)  # both have hooks, which this step calls
+    fenced = []
+    side._fence = lambda _step, index: fenced.append(index)
+    chunks = module.Chunks(0, np.zeros((1, 2), np.uint64), np.array([[3]]), ["r"])
+    in_python = SimpleNamespace(attn_metadata={})
+    side.start_load(module.AdpMetadata(step=2, restore=[chunks]), in_python)
+    assert fenced == [1]
