@@ -7,6 +7,7 @@ Environment that depends on the device is set here, before vLLM is imported.
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import json
 import os
@@ -38,12 +39,13 @@ class Session:
         given.setdefault("disable_log_stats", False)  # carries the time to the first token
         engine_args = device.engine_args(kind, request["model_args"], given)
         engine_args.setdefault("worker_extension_cls", WORKER_EXTENSION)
+        told = copy.deepcopy(engine_args)  # vLLM may put objects of its own into what it is given
         began = time.monotonic()
         vllm = import_vllm()  # not before the environment is set
         self.llm = vllm.LLM(**engine_args)
         seconds = time.monotonic() - began
         facts = {"vllm": vllm.__version__, "device": kind, "start_s": seconds}
-        return facts | {"engine_args": engine_args}
+        return facts | {"engine_args": told}
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         """Run prompts and describe what came out."""
