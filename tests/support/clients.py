@@ -90,7 +90,7 @@ class Team:
     """The clients of one engine: ranks, and the scheduler side."""
 
     def __init__(
-        self, address, pools, engine="team", timeout_s=2.0, connect_timeout_s=10.0, movers=None
+        self, address, pools, engine="team", timeout_s=2.0, connect_timeout_s=30.0, movers=None
     ):
         self.pools = pools
         self.movers = movers or [FakeMover() for _ in pools]
