@@ -83,10 +83,13 @@ class Rank:
         self._dist.destroy_process_group()
 
     def link(self, num_bytes: int, repeats: int) -> list[float]:
-        """Return seconds of a contiguous copy, all ranks at once."""
+        """Return seconds of a contiguous copy, all ranks at once, each of bytes of its own.
+
+        As in an exchange: what one rank had just read would come to another from a cache.
+        """
         runtime = self._hardware.engine.runtime
         stream = self._torch.cuda.current_stream().cuda_stream
-        to, at = self._pool.data_ptr(), self._address
+        to, at = self._pool.data_ptr(), self._address + self._rank * num_bytes
         return self._times(lambda: runtime.memcpyAsync(to, at, num_bytes, 1, stream), repeats)
 
     def all_gather(self, num_bytes: int, repeats: int) -> list[float]:

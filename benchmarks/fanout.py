@@ -44,7 +44,7 @@ class Bench(Protocol):
     num_ranks: int
 
     def link(self) -> float:
-        """Return GB/s of a contiguous copy, all ranks at once."""
+        """Return GB/s of a contiguous copy, all ranks at once, each its part of 1 GiB."""
 
     def all_gather(self) -> float:
         """Return GB/s delivered per rank."""
@@ -78,8 +78,9 @@ class CudaBench:
         return statistics.median(map(max, zip(*self._ranks.call(name, *given), strict=True)))
 
     def link(self) -> float:
-        """Return GB/s of a contiguous copy, all ranks at once."""
-        return GiB / 2 / self._slowest("link", GiB // 2, self._repeats) / 1e9
+        """Return GB/s of a contiguous copy, all ranks at once, each its part of 1 GiB."""
+        num_bytes = GiB // self.num_ranks
+        return num_bytes / self._slowest("link", num_bytes, self._repeats) / 1e9
 
     def all_gather(self) -> float:
         """Return GB/s delivered per rank."""
