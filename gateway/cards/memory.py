@@ -58,7 +58,7 @@ _STRIDE_ALIGNMENT: Final = 64  # cache line
 _CLOSE_TIMEOUT_S: Final = 30.0
 _MADV_POPULATE_WRITE: Final = 23  # not in Python's mmap yet
 _MIN_SHARE_BYTES: Final = 1 * MiB  # less is not worth waking another thread
-_MAX_COPY_THREADS: Final = 8  # more take from the device the memory bandwidth they win
+_MAX_COPY_THREADS: Final = 12  # more only take from the device what they win
 
 _memmove: Final = ctypes.CDLL(None).memmove
 _memmove.restype = None
@@ -72,7 +72,7 @@ class MemorySettings(RetentionSettings, frozen=True, kw_only=True, forbid_unknow
         capacity_bytes: memory for values, all databases together.
         max_value_bytes: the longest value; every value takes this much.
         num_databases: independent key spaces; they share the capacity evenly.
-        copy_threads: threads that copy; 0: three quarters of the cores, at most 8.
+        copy_threads: threads that copy; 0: three quarters of the cores, at most 12.
         verify: check a checksum on every read, as a card on a device does.
         prefault: touch all memory in open(), so that first writes run at full speed.
     """

@@ -105,7 +105,7 @@ def test_shares_have_about_equal_bytes(lengths, most, bounds):
 
 def test_default_copiers_follow_the_cores(monkeypatch):
     settings = MemorySettings(capacity_bytes=MiB)
-    for cores, copiers in ((1, 1), (2, 1), (8, 6), (64, 8)):
+    for cores, copiers in ((1, 1), (2, 1), (8, 6), (16, 12), (64, 12)):
         monkeypatch.setattr(memory.os, "sched_getaffinity", lambda _, n=cores: set(range(n)))
         assert settings.num_copiers == copiers
     assert MemorySettings(capacity_bytes=MiB, copy_threads=20).num_copiers == 20
