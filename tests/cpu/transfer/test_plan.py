@@ -103,6 +103,31 @@ def test_plan_moves_every_byte_once(data):
                 assert not ((e.host_addrs < border) & (border < ends)).any()
 
 
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize(
+    "slots", [[0, 1, 3, 2, 4], [0, 2, 3, 6], [0, 2, 6, 4, 8], [4, 3, 2], [5, 6, 2]]
+)
+@pytest.mark.parametrize("pitch", [16, 24])
+def test_slices_that_look_like_a_run_at_their_ends_move_as_they_lie(way, slots, pitch):
+    copy = a_copy(BASE + np.array(slots) * pitch, 2, 8)
+    plan = make_plan(copy, the_limits(), Thresholds(0, 0, 0, 0, force=way))
+    expected = [
+        (int(addr) + page * 8 + i, int(copy.page_addrs[row, page]) + i)
+        for row, addr in enumerate(copy.slice_addrs)
+        for page in range(2)
+        for i in range(8)
+    ]
+    assert sorted(moved(plan)) == sorted(expected)
+    assert (plan.low, plan.high) == (min(expected)[0], max(expected)[0] + 1)
+
+
+def test_slices_so_far_apart_that_addresses_wrap_are_no_run():
+    step = 3 << 61  # each lies the same distance behind the one before it, modulo 2**64
+    slices = np.array([BASE, BASE + step, BASE + 2 * step - (1 << 64)], dtype=np.int64)
+    plan = make_plan(a_copy(slices, 1, 8), the_limits(), RESTORE)
+    assert (plan.low, plan.high) == (int(slices.min()), int(slices.max()) + 8)
+
+
 def the_way(copy, thresholds, **limits):
     plan = make_plan(copy, the_limits(**limits), thresholds)
     way = next(plan.pieces()).way
@@ -154,6 +179,12 @@ def test_strided_run_is_2d_and_cut_at_border():
     (piece,) = plan.pieces()
     assert piece.extents.rows.tolist() == [100, 1, 1, 411]
     assert piece.extents.widths.tolist() == [32 * KiB, 8192, 24 * KiB, 32 * KiB]
+
+
+def test_few_large_slices_apart_are_a_copy_each():
+    _, plan = the_way(a_copy(run(MiB, 3), 100, 7 * KiB), RESTORE)
+    (piece,) = plan.pieces()
+    assert columns_of(piece.extents).rows.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
