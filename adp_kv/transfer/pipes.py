@@ -8,10 +8,11 @@
 
 Kernels that use the ring take turns on two streams: while the last programs of one wait
 for the link, the next already runs. The copy streams carry nothing but the bytes: a
-table between two pieces would cost 5 % of the link. Kernels read their table from pinned
-memory, but for long ones that wait on the link. A buffer or table is filled again
-only after the event that ends its last use, waited for by a stream, or seen for pinned tables.
-Transfers may overlap; each ends with its own event, and in no order that is promised.
+table between two pieces would cost 5 % of the link. A kernel reads its table from pinned
+memory, unless it is a long one between ring and pages: that table is copied to the device first.
+A buffer or table is filled again only after the event that ends its last use: a stream
+waits for it, or, for pinned tables, this thread has seen it happen.
+Transfers may overlap; each ends with its own event, in no promised order.
 
 A small transfer takes longer here than on the link, so each CUDA call counts. Of a piece's
 streams only the first waits for the mark, since the second waits for it, and only the

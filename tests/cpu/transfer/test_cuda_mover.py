@@ -38,7 +38,8 @@ class Bench:
         pages_per_slice=3,
         staging_bytes=1024,
         batch=True,
-        pinned_pages=256,
+        piece_bytes=4096,
+        **settings,
     ):
         self.device = device
         thresholds = MIXED.get(way) or Thresholds(0, 0, 0, 0, force=way)
@@ -48,10 +49,10 @@ class Bench:
             restore=thresholds,
             save=thresholds,
             max_pages=16,
-            pinned_pages=pinned_pages,
+            **settings,
         )
         engine = CopyEngine(device, device if batch else None)
-        registration = RingRegistration(device, 0, piece_bytes=4096)
+        registration = RingRegistration(device, 0, piece_bytes=piece_bytes)
         self.buffers = settings.staging_buffers
         self.mover = cuda_mover.CudaMover(device, engine, registration, settings)
         self.page_bytes, self.per_slice = page_bytes, pages_per_slice
@@ -105,7 +106,9 @@ def test_transfers_in_flight_move_the_right_bytes(way, kind, seed):
     device = FakeDevice(seed)
     page_bytes, per_slice = [(24, 3), (16, 1), (7, 5), (400, 2)][seed % 4]
     staging_bytes, pinned_pages = [1024, 2400, 4096][seed % 3], [0, 5, 256][seed // 2]
-    bench = Bench(device, way, page_bytes, per_slice, staging_bytes, seed % 2 == 0, pinned_pages)
+    bench = Bench(
+        device, way, page_bytes, per_slice, staging_bytes, seed % 2 == 0, pinned_pages=pinned_pages
+    )
     groups = shares(rng, 24, kind)
     order = rng.permutation(NUM_SLOTS * per_slice)
     expected, tickets, first = [], [], 0
@@ -194,7 +197,7 @@ def test_end_of_a_transfer_is_the_end_of_all_its_pieces(way, verb):
 
 
 CALLS = {  # way: waits, records, launches and copies of a transfer, behind one with another mark
-    Way.BATCH: (1, 1, 0, 1),
+    Way.BATCH: (1, 1, 0, 3),  # a copy a page
     Way.DIRECT: (1, 1, 1, 0),
     Way.STAGED: (3, 2, 1, 1),  # the mark, the buffer, and kernel behind copy
 }
@@ -204,7 +207,7 @@ CALLS = {  # way: waits, records, launches and copies of a transfer, behind one 
 @pytest.mark.parametrize("verb", ["restore", "save"])
 def test_small_transfer_is_few_cuda_calls(way, verb):
     device = FakeDevice()
-    bench = Bench(device, way)
+    bench = Bench(device, way, piece_bytes=1 << 20)  # no border cuts a copy
     start = getattr(bench.mover, verb)
     for number in range(bench.buffers + 2):
         mark = bench.mover.mark()
@@ -215,8 +218,6 @@ def test_small_transfer_is_few_cuda_calls(way, verb):
     copies = len(device.calls) - len(launches)
     waits, records, num_launches, num_copies = CALLS[way]
     assert (device.counts["wait"], device.counts["record"]) == (waits, records)
-    if way is Way.BATCH:  # three pages, a copy each
-        num_copies *= 3
     assert (len(launches), copies) == (num_launches, num_copies)
     device.counts.clear()
     start(bench.copy_of([10], range(30, 33)), mark)
@@ -280,6 +281,22 @@ def test_device_that_hangs_holds_close_until_its_deadline_and_keeps_the_ring(
         getattr(bench.mover, verb)(copy, mark)
     bench.mover.close()
     assert device.registered, "the device may still read the ring"
+
+
+def test_groups_of_rows_apart_are_2d_copies_and_no_batch():
+    device = FakeDevice()
+    bench = Bench(device, Way.STAGED, pages_per_slice=1, staging_bytes=4096)
+    slots = (np.arange(5)[:, None] * 20 + np.arange(5) * 2).reshape(-1)  # five each, two apart
+    data = np.random.default_rng(0).integers(0, 256, (25, 24), dtype=np.uint8)
+    bench.ring.reshape(NUM_SLOTS, -1)[slots, 8:32] = data
+    ticket = bench.mover.restore(bench.copy_of(slots, range(25)), None)
+    device.step(1000)
+    assert ticket.done()
+    assert np.array_equal(bench.pages(range(25)), data)
+    ways = {call[0] for call in device.calls}
+    assert "2-D" in ways
+    assert "batch" not in ways
+    bench.mover.close()
 
 
 def test_another_ring_has_its_own_borders():
