@@ -132,6 +132,7 @@ class CudaBench:
         self._runtime = load_runtime()
         api = TorchDevice(torch.device("cuda"), self._runtime)
         api.bind()
+        api.prepare()
         self.ring = shared_ring(RING_BYTES)
         self._address = self.ring.ctypes.data
         registration = RingRegistration(self._runtime, api.index)
@@ -175,7 +176,8 @@ class CudaBench:
             mover = self._movers[SINGLE_OF.get(way, way)]
             begin = mover.restore if self._to_device else mover.save
             tickets = [begin(copy, mover.mark()) for _ in range(num_transfers)]
-            tickets[-1].fence()
+            for ticket in tickets:  # they end in any order
+                ticket.fence()
 
         num_transfers = 1
         self._poison(case, slices)

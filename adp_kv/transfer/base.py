@@ -7,7 +7,8 @@ thread (the client's); mark() and a ticket's done() and fence() may also be call
 the thread that runs the forward pass: they look at, or order, its current stream.
 
 Ordering. A copy starts on the device only after its `after` mark. A Ticket is done
-when its bytes have arrived: for a restore in device memory, for a save in the ring.
+when its bytes have arrived: for a restore in device memory, for a save in the ring; transfers
+end in any order.
 Slices, pages and staging of unfinished tickets must stay valid. Nothing here blocks
 the calling thread, except close() and a failed start, which wait for what is in flight,
 up to a deadline.

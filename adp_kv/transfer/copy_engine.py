@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adp_kv.errors import TransferError
-from adp_kv.transfer.extents import Extents
+from adp_kv.transfer.extents import Extents, OneCopy
 from adp_kv.transfer.runtime import CudaRuntime
 
 _TO_DEVICE = 1
@@ -110,17 +110,21 @@ class CopyEngine:
         """Queue one copy from pinned host memory to the device."""
         self._runtime.memcpyAsync(dst_addr, src_addr, num_bytes, _TO_DEVICE, stream)
 
-    def copy(self, extents: Extents, device_base: int, *, to_device: bool, stream: int) -> None:
-        """Queue copies between the ring and device_base + extents.offsets.
+    def copy(
+        self, extents: Extents | OneCopy, device_base: int, *, to_device: bool, stream: int
+    ) -> None:
+        """Queue copies between the ring and device_base + their offsets.
 
         Raises:
             TransferError, RuntimeError: A copy was refused; earlier ones are queued.
         """
-        single = extents.rows == 1
-        if self._batch is not None and extents.rows.size > _FEW and bool(single.all()):
+        if isinstance(extents, OneCopy):
+            self._copy_one(*extents, device_base, to_device, stream)
+            return
+        num = extents.rows.size
+        if self._batch is not None and num > _FEW and np.count_nonzero(extents.rows == 1) == num:
             self._copy_batch(self._batch, extents, device_base, to_device=to_device, stream=stream)
             return
-        kind = _TO_DEVICE if to_device else _TO_HOST
         for host, pitch, width, rows, offset in zip(
             extents.host_addrs.tolist(),
             extents.pitches.tolist(),
@@ -129,14 +133,28 @@ class CopyEngine:
             extents.offsets.tolist(),
             strict=True,
         ):
-            device = device_base + offset
-            if rows == 1:
-                dst, src = (device, host) if to_device else (host, device)
-                self._runtime.memcpyAsync(dst, src, width, kind, stream)
-            elif to_device:
-                self._runtime.memcpy2DAsync(device, width, host, pitch, width, rows, kind, stream)
-            else:
-                self._runtime.memcpy2DAsync(host, pitch, device, width, width, rows, kind, stream)
+            self._copy_one(host, pitch, width, rows, offset, device_base, to_device, stream)
+
+    def _copy_one(  # noqa: PLR0913, PLR0917
+        self,
+        host: int,
+        pitch: int,
+        width: int,
+        rows: int,
+        offset: int,
+        device_base: int,
+        to_device: bool,  # noqa: FBT001
+        stream: int,
+    ) -> None:
+        device = device_base + offset
+        kind = _TO_DEVICE if to_device else _TO_HOST
+        if rows == 1:
+            dst, src = (device, host) if to_device else (host, device)
+            self._runtime.memcpyAsync(dst, src, width, kind, stream)
+        elif to_device:
+            self._runtime.memcpy2DAsync(device, width, host, pitch, width, rows, kind, stream)
+        else:
+            self._runtime.memcpy2DAsync(host, pitch, device, width, width, rows, kind, stream)
 
     def _copy_batch(
         self, batch: BatchCopy, extents: Extents, device_base: int, *, to_device: bool, stream: int

@@ -21,7 +21,7 @@ from adp_kv.transfer.base import Mark, Mover, SliceCopy, Ticket
 from adp_kv.transfer.copy_engine import BatchCopy, CopyEngine, open_batch
 from adp_kv.transfer.device import TorchDevice
 from adp_kv.transfer.hardware import Hardware
-from adp_kv.transfer.pipes import Pipe, RestorePipe, SavePipe
+from adp_kv.transfer.pipes import Pipe
 from adp_kv.transfer.plan import Limits, Thresholds, check_copy, make_plan
 from adp_kv.transfer.registration import RingRegistration
 from adp_kv.transfer.runtime import load_runtime
@@ -74,8 +74,10 @@ class CudaMover(Mover):
         self._ring = ring
         self._settings = settings
         self._thresholds = (settings.restore, settings.save)
-        self._restores = RestorePipe(device, engine, settings)
-        self._saves = SavePipe(device, engine, settings)
+        self._capture_safe = device.capture_safe()  # of _start(), which never is within itself
+        self._restores = Pipe(device, engine, settings, to_device=True)
+        self._saves = Pipe(device, engine, settings, to_device=False)
+        self._limits = self._new_limits()
         self._is_closed = False
 
     def use(self, restore: Thresholds, save: Thresholds) -> None:
@@ -130,20 +132,18 @@ class CudaMover(Mover):
         self, pipe: Pipe, thresholds: Thresholds, copy: SliceCopy, after: Mark | None
     ) -> Ticket:
         self._check_open()
-        self._check_ring(copy)
         if not copy.page_addrs.size:
+            check_copy(copy)
             return CudaTicket(self._device, None)
         assert after is None or isinstance(after, torch.cuda.Event)
-        limits = Limits(
-            borders=self._ring.borders,
-            staging_bytes=pipe.buffer_bytes,
-            direct_bytes=self._settings.direct_bytes,
-            max_pages=self._settings.max_pages,
-            has_batch=self._engine.has_batch,
-        )
-        plan = make_plan(copy, limits, thresholds)
+        if self._limits.borders is not self._ring.borders:
+            self._limits = self._new_limits()
+        plan = make_plan(copy, self._limits, thresholds)
+        # An address outside the ring would end the process's CUDA context.
+        if not self._ring.covers(plan.low, plan.high):
+            raise TransferError("slices lie outside the registered ring")
         try:
-            with self._device.capture_safe():
+            with self._capture_safe:
                 self._device.bind()
                 return CudaTicket(self._device, pipe.start(plan, after))
         except (TransferError, RuntimeError) as error:
@@ -158,13 +158,14 @@ class CudaMover(Mover):
         if self._is_closed:
             raise TransferError("the mover is closed")
 
-    def _check_ring(self, copy: SliceCopy) -> None:
-        """An address outside the ring would end the process's CUDA context."""
-        check_copy(copy)
-        if copy.slice_addrs.size:
-            first, last = int(np.min(copy.slice_addrs)), int(np.max(copy.slice_addrs))
-            if not self._ring.covers(first, last + copy.slice_bytes):
-                raise TransferError("slices lie outside the registered ring")
+    def _new_limits(self) -> Limits:
+        return Limits(
+            borders=self._ring.borders,
+            staging_bytes=self._restores.buffer_bytes,
+            direct_bytes=self._settings.direct_bytes,
+            max_pages=self._settings.max_pages,
+            has_batch=self._engine.has_batch,
+        )
 
     def _drain(self) -> bool:
         """Wait; return whether nothing that was queued can run any more."""
@@ -189,7 +190,7 @@ def open_cuda_mover(device: torch.device, settings: MoverSettings) -> CudaMover:
         api = TorchDevice(device, runtime)
         api.bind()
         engine = CopyEngine(runtime, _probe_batch(api))
-        _compile_kernels(api)
+        api.prepare()
         ring = RingRegistration(
             runtime,
             api.index,
@@ -223,14 +224,3 @@ def _probe_batch(api: TorchDevice) -> BatchCopy | None:
         return None
     stream.synchronize()
     return batch if torch.equal(source, target) else None
-
-
-def _compile_kernels(api: TorchDevice) -> None:
-    """Run the kernel once for each alignment it is compiled for."""
-    pages = api.allocate(64)
-    pages.zero_()
-    stream = api.current_stream()
-    addrs = torch.tensor([pages.data_ptr(), pages.data_ptr() + 32], device=pages.device)
-    for align in (16, 8, 1):
-        api.launch(stream, addrs[:1], addrs.flip(0)[:1], align, align=align, num_programs=1)
-    stream.synchronize()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from adp_kv.kernels.prepared import PreparedCopy
 
 _CAPTURE_RELAXED = 2
+_WORD_BYTES = 8
 
 
 class CaptureSafe:
@@ -41,6 +42,33 @@ class CaptureSafe:
 
     def __exit__(self, *_: object) -> None:
         self._exchange(self._reference)
+
+
+class Table(NamedTuple):
+    """int64 [2, row_words]: sources and targets of num_pages copies; valid until its event.
+
+    Attributes:
+        words: where it lies, beside others.
+        first: the word at which it starts.
+        row_words: words from one row to the next.
+        num_pages: words used of each row.
+        ends: of what reads the pinned words: by stream, the last.
+    """
+
+    words: torch.Tensor
+    first: int
+    row_words: int
+    num_pages: int
+    ends: dict[int, torch.cuda.Event]
+
+    def hold_until(self, event: torch.cuda.Event, stream: int) -> None:
+        """Keep the pinned table until the event has happened; called before the next take().
+
+        Args:
+            event: recorded on the stream, behind what reads the table.
+            stream: handle.
+        """
+        self.ends[stream] = event
 
 
 class TorchDevice:
@@ -102,7 +130,7 @@ class TorchDevice:
         return torch.cuda.Event()
 
     def prepare(self) -> None:
-        """Compile the page kernels for launch_prepared()."""
+        """Compile the page kernels for launch_prepared() and launch_table()."""
         from adp_kv.kernels.prepared import prepare  # noqa: PLC0415  # imports Triton
 
         scratch = self.allocate(256)
@@ -160,3 +188,26 @@ class TorchDevice:
             page_bytes,
             num_programs,
         )
+
+    def launch_table(
+        self,
+        stream: torch.cuda.Stream,
+        table: Table,
+        page_bytes: int,
+        *,
+        align: int,
+        num_programs: int,
+    ) -> None:
+        """As launch_prepared(), for the pages of a table in pinned or in the device's memory."""
+        words, first, row_words, num_pages, _ = table
+        prepared = self._prepared.get(align)
+        if prepared is None:
+            sources = words[first : first + num_pages]
+            targets = words[first + row_words : first + row_words + num_pages]
+            self.launch(
+                stream, sources, targets, page_bytes, align=align, num_programs=num_programs
+            )
+            return
+        source = words.data_ptr() + first * _WORD_BYTES
+        target = source + row_words * _WORD_BYTES
+        prepared.launch(stream.cuda_stream, source, target, num_pages, page_bytes, num_programs)

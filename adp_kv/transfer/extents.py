@@ -6,6 +6,7 @@ A copy never crosses a border between two registrations of the ring: CUDA refuse
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,19 @@ class Extents:
     widths: Addrs
     rows: Addrs
     offsets: Addrs
+
+
+class OneCopy(NamedTuple):
+    """A piece that is one copy: rows of width bytes, each pitch behind the one before it.
+
+    On the device the rows follow each other from offset on, as in Extents.
+    """
+
+    host_addr: int
+    pitch: int
+    width: int
+    rows: int
+    offset: int
 
 
 def rows_apart(host_addrs: Addrs, width: int, offsets: Addrs) -> Extents:

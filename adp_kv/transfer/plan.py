@@ -16,16 +16,25 @@ refuses such a copy. The kernel may cross them. Failure scope: one transfer.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import cycle, repeat
+from typing import NamedTuple
 
 import numpy as np
 
 from adp_kv.errors import TransferError
 from adp_kv.transfer.base import SliceCopy
-from adp_kv.transfer.extents import Addrs, Extents, cut_at_borders, rows_apart, staged_extents
+from adp_kv.transfer.extents import (
+    Addrs,
+    Extents,
+    OneCopy,
+    cut_at_borders,
+    rows_apart,
+    staged_extents,
+)
 from adp_kv.units import KiB, MiB
 
 NEVER = 1 << 62
@@ -106,8 +115,7 @@ class Limits:
     has_batch: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Pages that follow each other in a transfer and move the same way.
 
     Attributes:
@@ -122,7 +130,7 @@ class Piece:
     first_page: int
     page_addrs: Addrs
     host_addrs: Addrs | None
-    extents: Extents | None
+    extents: Extents | OneCopy | None
 
     @property
     def num_pages(self) -> int:
@@ -131,7 +139,12 @@ class Piece:
 
 
 class Plan:
-    """A transfer, cut into pieces one after the other while the ones before move."""
+    """A transfer, cut into pieces one after the other while the ones before move.
+
+    Attributes:
+        page_bytes: of every page.
+        low, high: the slices lie in [low, high), the addresses of the first and behind the last.
+    """
 
     def __init__(self, copy: SliceCopy, limits: Limits, thresholds: Thresholds) -> None:
         self.page_bytes = copy.page_bytes
@@ -140,10 +153,14 @@ class Plan:
         self._per_slice: int = copy.page_addrs.shape[1]
         self._num_pages: int = copy.page_addrs.size
         self._pages = np.ascontiguousarray(copy.page_addrs).reshape(-1)
-        shape = _shape(copy, thresholds)
-        self._step = shape.step
-        self._way = _choose(copy, shape, limits, thresholds)
-        self._beside = _choose_beside(copy, shape, limits, thresholds)
+        self._slice_bytes = self._per_slice * copy.page_bytes
+        self.low, self.high, self._pitch = _look(copy.slice_addrs, self._slice_bytes)
+        inside = bisect_right(limits.borders, self.low), bisect_left(limits.borders, self.high)
+        self._has_borders = inside[0] < inside[1]
+        shape = _shape(copy, thresholds, self._slice_bytes, self._pitch)
+        self._step, self._total_bytes = shape.step, shape.total_bytes
+        self._way = _choose(copy.page_bytes, shape, limits, thresholds)
+        self._beside = _choose_beside(copy.page_bytes, shape, limits, thresholds)
         self._share = thresholds.beside
 
     def pieces(self) -> Iterator[Piece]:
@@ -163,7 +180,7 @@ class Plan:
         if self._way is not Way.DIRECT:
             most = NEVER if self._way is Way.BATCH else self._limits.staging_bytes
             yield from repeat((self._way, most))
-        if self._copy.total_bytes > direct:  # the first table is short, so that bytes move soon
+        if self._total_bytes > direct:  # the first table is short, so that bytes move soon
             yield Way.DIRECT, direct // 4
         if self._beside is None:
             yield from repeat((Way.DIRECT, direct))
@@ -183,17 +200,38 @@ class Plan:
     def _piece(self, way: Way, first: int, num_pages: int) -> Piece:
         pages = self._pages[first : first + num_pages]
         if way is Way.STAGED:
-            extents = staged_extents(self._copy, first, num_pages, self._step)
-            extents = cut_at_borders(extents, self._limits.borders)
-            return Piece(way, first, pages, None, extents)
+            return Piece(way, first, pages, None, self._staged(first, num_pages))
         hosts = self._hosts(first, num_pages)
         if way is Way.DIRECT:
             return Piece(way, first, pages, hosts, None)
-        extents = cut_at_borders(rows_apart(hosts, self.page_bytes, pages), self._limits.borders)
-        return Piece(way, first, pages, None, extents)
+        if num_pages == 1 and not self._has_borders:
+            width = self.page_bytes
+            return Piece(
+                way, first, pages, None, OneCopy(int(hosts[0]), width, width, 1, int(pages[0]))
+            )
+        extents = rows_apart(hosts, self.page_bytes, pages)
+        return Piece(way, first, pages, None, self._cut(extents))
+
+    def _staged(self, first: int, num_pages: int) -> Extents | OneCopy:
+        """Return the copies between the ring and a staging buffer; most pieces are one."""
+        rows = num_pages // self._per_slice or 1
+        is_one = rows == 1 or self._pitch == self._step
+        if not self._pitch or self._has_borders or not is_one:
+            return self._cut(staged_extents(self._copy, first, num_pages, self._step))
+        row, inside = divmod(first, self._per_slice)
+        low = self.low + row * self._pitch + inside * self.page_bytes
+        if rows == 1 or self._pitch == self._slice_bytes:
+            return OneCopy(low, num_pages * self.page_bytes, num_pages * self.page_bytes, 1, 0)
+        return OneCopy(low, self._pitch, self._slice_bytes, rows, 0)
+
+    def _cut(self, extents: Extents) -> Extents:
+        return cut_at_borders(extents, self._limits.borders) if self._has_borders else extents
 
     def _hosts(self, first: int, num_pages: int) -> Addrs:
         """Return where pages lie in the ring."""
+        if self._pitch == self._slice_bytes:
+            low = self.low + first * self.page_bytes
+            return np.arange(low, low + num_pages * self.page_bytes, self.page_bytes, np.int64)
         row, inside = divmod(first, self._per_slice)
         end = -(-(first + num_pages) // self._per_slice)
         slices = self._copy.slice_addrs[row:end]
@@ -238,59 +276,93 @@ def make_plan(copy: SliceCopy, limits: Limits, thresholds: Thresholds) -> Plan:
     return Plan(copy, limits, thresholds)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
+def _look(slices: Addrs, width: int) -> tuple[int, int, int]:
+    """Return where slices begin and end, and their distance: 0 where it varies.
+
+    It is not looked for in many slices, as in _shape().
+    """
+    num = slices.size
+    if not num:
+        return 0, 0, 0
+    first, last = int(slices[0]), int(slices[-1])
+    if num == 1:
+        return first, first + width, width
+    pitch = int(slices[1]) - first
+    if num <= _SEEN and pitch >= width and last == first + (num - 1) * pitch:
+        gaps = slices[1:] - slices[:-1]
+        if np.count_nonzero(gaps == pitch) == gaps.size:
+            return first, last + width, pitch
+    return int(np.minimum.reduce(slices)), int(np.maximum.reduce(slices)) + width, 0
+
+
+class _Shape(NamedTuple):
     """How slices lie in the ring.
 
     Attributes:
+        slice_bytes, total_bytes: of the transfer.
         is_run: copies of whole runs keep the link busy.
-        step: distance of slices that share a copy.
         is_strided: so do 2-D copies, of rows so far apart.
+        step: distance of slices that share a copy.
         mean_1d: mean bytes of a run.
     """
 
+    slice_bytes: int
+    total_bytes: int
     is_run: bool
     is_strided: bool
     step: int
     mean_1d: int
 
 
-def _shape(copy: SliceCopy, thresholds: Thresholds) -> _Shape:
-    """Look at the first slices; at all of them would take longer than bytes should wait."""
-    seen, slice_bytes = copy.slice_addrs[:_SEEN], copy.slice_bytes
-    gaps = np.diff(seen)
-    wide = gaps[gaps > slice_bytes]
-    step = int(wide.min()) if wide.size else slice_bytes
+def _shape(copy: SliceCopy, thresholds: Thresholds, slice_bytes: int, pitch: int) -> _Shape:
+    """Look at the first slices; at all of them would take longer than bytes should wait.
+
+    Args:
+        copy: the transfer.
+        thresholds: of its direction.
+        slice_bytes: of a slice.
+        pitch: distance of all slices, if they have one.
+    """
+    seen = copy.slice_addrs[:_SEEN]
     seen_bytes = seen.size * slice_bytes
-    mean_1d = seen_bytes // (1 + int(np.count_nonzero(gaps != slice_bytes)))
-    mean_2d = seen_bytes // (1 + int(np.count_nonzero(gaps != step)))
+    if pitch:
+        step = pitch
+        mean_1d, mean_2d = seen_bytes if pitch == slice_bytes else slice_bytes, seen_bytes
+    else:
+        gaps = seen[1:] - seen[:-1]
+        wide = gaps[gaps > slice_bytes]
+        step = int(wide.min()) if wide.size else slice_bytes
+        mean_1d = seen_bytes // (1 + int(np.count_nonzero(gaps != slice_bytes)))
+        mean_2d = seen_bytes // (1 + int(np.count_nonzero(gaps != step)))
     is_run = mean_1d >= max(thresholds.extent, 2 * copy.page_bytes)
     is_strided = not is_run and mean_2d >= max(thresholds.extent, 4 * slice_bytes)
-    return _Shape(is_run, is_strided, step if is_strided else slice_bytes, mean_1d)
+    total_bytes = copy.slice_addrs.size * slice_bytes
+    step = step if is_strided else slice_bytes
+    return _Shape(slice_bytes, total_bytes, is_run, is_strided, step, mean_1d)
 
 
-def _choose(copy: SliceCopy, shape: _Shape, limits: Limits, thresholds: Thresholds) -> Way:
+def _choose(page_bytes: int, shape: _Shape, limits: Limits, thresholds: Thresholds) -> Way:
     """Return the way of a transfer; if DIRECT, the copy engine may still help."""
-    fits = copy.page_bytes <= limits.staging_bytes
+    fits = page_bytes <= limits.staging_bytes
     if thresholds.force is not None:
         possible = fits or thresholds.force is not Way.STAGED
         return thresholds.force if possible else Way.DIRECT
-    large = fits and copy.total_bytes >= thresholds.staged
-    strided = shape.is_strided and copy.slice_bytes >= thresholds.strided
+    large = fits and shape.total_bytes >= thresholds.staged
+    strided = shape.is_strided and shape.slice_bytes >= thresholds.strided
     if large and (shape.is_run or strided):
         return Way.STAGED
-    if limits.has_batch and copy.page_bytes >= thresholds.batch:
+    if limits.has_batch and page_bytes >= thresholds.batch:
         return Way.BATCH
     worth = limits.has_batch and shape.mean_1d >= thresholds.batch
     return Way.STAGED if large and worth else Way.DIRECT
 
 
 def _choose_beside(
-    copy: SliceCopy, shape: _Shape, limits: Limits, thresholds: Thresholds
+    page_bytes: int, shape: _Shape, limits: Limits, thresholds: Thresholds
 ) -> Way | None:
     """Return how the copy engine helps a DIRECT transfer; None: it does not."""
-    if thresholds.force is not None or copy.total_bytes <= limits.direct_bytes:
+    if thresholds.force is not None or shape.total_bytes <= limits.direct_bytes:
         return None
-    if shape.is_strided and copy.slice_bytes >= thresholds.beside_strided:
-        return Way.STAGED if copy.page_bytes <= limits.staging_bytes else None
-    return Way.BATCH if limits.has_batch and copy.page_bytes >= thresholds.beside_batch else None
+    if shape.is_strided and shape.slice_bytes >= thresholds.beside_strided:
+        return Way.STAGED if page_bytes <= limits.staging_bytes else None
+    return Way.BATCH if limits.has_batch and page_bytes >= thresholds.beside_batch else None

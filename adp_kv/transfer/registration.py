@@ -40,11 +40,12 @@ class RingRegistration:
         self._num_bytes = 0
         self._pieces: list[int] = []
         self._borders: list[int] = []
+        self._border_array = np.zeros(0, dtype=np.int64)
 
     @property
     def borders(self) -> NDArray[np.int64]:
-        """Sorted addresses at which one piece ends and the next begins."""
-        return np.array(self._pieces[1:], dtype=np.int64)
+        """Sorted addresses at which one piece ends and the next begins; a ring's own array."""
+        return self._border_array
 
     @property
     def border_list(self) -> list[int]:
@@ -79,6 +80,7 @@ class RingRegistration:
             raise TransferError(_explain(failed, num_bytes)) from failed
         self._address, self._num_bytes, self._pieces = address, num_bytes, done
         self._borders = done[1:]
+        self._border_array = np.array(self._borders, dtype=np.int64)
 
     def unregister(self) -> None:
         """Give the ring back; errors are dropped, since a lost device has nothing registered."""

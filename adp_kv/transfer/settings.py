@@ -25,6 +25,8 @@ class MoverSettings:
         restore_programs, save_programs: programs of a kernel that waits on the link;
             each holds a multiprocessor, and more of them move no more.
         max_pages: rows of an address table, the most pages of one piece.
+        pinned_pages: most pages of a piece whose addresses a kernel that waits on the link reads
+            over it too; the addresses of more are copied to the device first.
         tuning_folder: where thresholds measured on this machine are kept (see tuning.py); they
             replace restore and save. None: nothing is measured.
         register_piece_bytes, register_threads: how the ring is registered.
@@ -39,6 +41,7 @@ class MoverSettings:
     restore_programs: int = 16
     save_programs: int = 8
     max_pages: int = 1 << 15
+    pinned_pages: int = 256
     register_piece_bytes: int = GiB
     register_threads: int = 2
     tuning_folder: Path | None = None

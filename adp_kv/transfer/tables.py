@@ -1,24 +1,25 @@
 """Address tables in pinned memory, never overwritten while the device may read them.
 
 A chunk is filled from its start, one table after the other, and starts again once the
-event behind its last table has happened. When none has, a chunk is added: the caller
-never waits. Owning thread: the mover's; one pool serves streams that run in order.
+events behind its last tables have happened, one of each stream that read any: a stream runs
+in order. When none can, a chunk is added: the caller never waits. Owning thread: the mover's.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from adp_kv.transfer.device import TorchDevice
+from adp_kv.transfer.device import Table, TorchDevice
 from adp_kv.units import align_up
 
-_ALIGN_WORDS = 2
-"""Tables start at 16 bytes: the kernel is compiled once for that."""
+_ALIGN_WORDS = 16
+"""Tables and their rows start at 128 bytes, so that no line of memory is written that a kernel may
+be reading; the page kernel itself is compiled for rows at 16."""
 
 
 @dataclass(slots=True)
@@ -26,27 +27,12 @@ class _Chunk:
     tensor: torch.Tensor
     array: NDArray[np.int64]
     used: int = 0
-    last: torch.cuda.Event | None = None
+    ends: dict[int, torch.cuda.Event] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """int64 [2, capacity]: sources and targets of num_pages copies; valid until its event.
-
-    Attributes:
-        tensor: the words, both rows one after the other.
-        num_pages: words used of each row.
-        row_words: words from one row to the next.
-    """
-
-    tensor: torch.Tensor
-    num_pages: int
-    row_words: int
-    chunk: _Chunk
-
-    def hold_until(self, event: torch.cuda.Event) -> None:
-        """Keep the table until the event has happened; called before the next take()."""
-        self.chunk.last = event
+def table_words(max_pages: int) -> int:
+    """Return the words of a table of max_pages pages."""
+    return 2 * align_up(max_pages, _ALIGN_WORDS)
 
 
 class TablePool:
@@ -54,7 +40,7 @@ class TablePool:
 
     def __init__(self, device: TorchDevice, max_pages: int, num_chunks: int = 4) -> None:
         self._device = device
-        self._chunk_words = 4 * align_up(max_pages, _ALIGN_WORDS)
+        self._chunk_words = 2 * table_words(max_pages)
         self._ready = deque(self._new_chunk() for _ in range(num_chunks))
         self._chunk = self._ready.popleft()
         self.num_chunks = num_chunks
@@ -71,14 +57,15 @@ class TablePool:
         chunk.used += 2 * row
         chunk.array[first : first + num_pages] = src_addrs
         chunk.array[first + row : first + row + num_pages] = dst_addrs
-        return Table(chunk.tensor[first : first + 2 * row], num_pages, row, chunk)
+        return Table(chunk.tensor, first, row, num_pages, chunk.ends)
 
     def _next_chunk(self) -> None:
         self._ready.append(self._chunk)
         oldest = self._ready[0]
-        if oldest.last is None or oldest.last.query():
+        if all(end.query() for end in oldest.ends.values()):
             self._chunk = self._ready.popleft()
-            self._chunk.used, self._chunk.last = 0, None
+            self._chunk.used = 0
+            self._chunk.ends.clear()
         else:
             self._chunk = self._new_chunk()
             self.num_chunks += 1

@@ -5,6 +5,7 @@ Device memory is host memory. What is queued runs when step() or an event's quer
 its stream at random, so memory that is reused too early shows up as wrong bytes.
 """
 
+import collections
 import ctypes
 import random
 import threading
@@ -70,6 +71,7 @@ class FakeStream:
         self.queue = []
 
     def wait_event(self, event):
+        self._device.counts["wait"] += 1
         self.queue.append(event.last if isinstance(event, ReusedEvent) else event)
 
     def add(self, work):
@@ -97,6 +99,7 @@ class FakeDevice:
         self.fail_copies = False
         self.fail_batches = False
         self.calls = []
+        self.counts = collections.Counter()  # of waits and records
         self.name = "a device"
         self.registered = set()
 
@@ -140,6 +143,10 @@ class FakeDevice:
         self._streams[stream.cuda_stream] = stream
         return stream
 
+    def is_idle(self):
+        """Return whether no stream has anything to do but the compute stream."""
+        return not any(s.queue for s in self._streams.values() if s is not self.main)
+
     def stream_of(self, handle):
         return self._streams[handle]
 
@@ -147,6 +154,7 @@ class FakeDevice:
         return self.main
 
     def record(self, stream):
+        self.counts["record"] += 1
         event = FakeEvent(self)
         stream.add(lambda: setattr(event, "happened", True))
         return event
@@ -168,6 +176,14 @@ class FakeDevice:
         # Read when the kernel runs, as on a device.
         tables = src_addrs[:num_pages], dst_addrs[:num_pages]
         self.launch(stream, *tables, page_bytes, align=align, num_programs=num_programs)
+
+    def launch_table(self, stream, table, page_bytes, *, align, num_programs):
+        words, first, row_words, num_pages, _ = table
+        assert first % 2 == row_words % 2 == words.data_ptr() % 16 == 0, "not as it was compiled"
+        rows = words[first:], words[first + row_words :]
+        self.launch_prepared(
+            stream, *rows, num_pages, page_bytes, align=align, num_programs=num_programs
+        )
 
     def allocate(self, num_bytes):
         return self._allocate(num_bytes, torch.uint8)

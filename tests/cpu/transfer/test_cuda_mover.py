@@ -31,7 +31,15 @@ class Bench:
     """A mover, a ring of slots and a pool of pages, both with guard bands."""
 
     def __init__(
-        self, device, way, page_bytes=24, pages_per_slice=3, staging_bytes=1024, batch=True
+        self,
+        device,
+        way,
+        page_bytes=24,
+        pages_per_slice=3,
+        staging_bytes=1024,
+        batch=True,
+        piece_bytes=4096,
+        **settings,
     ):
         self.device = device
         thresholds = MIXED.get(way) or Thresholds(0, 0, 0, 0, force=way)
@@ -41,9 +49,11 @@ class Bench:
             restore=thresholds,
             save=thresholds,
             max_pages=16,
+            **settings,
         )
         engine = CopyEngine(device, device if batch else None)
-        registration = RingRegistration(device, 0, piece_bytes=4096)
+        registration = RingRegistration(device, 0, piece_bytes=piece_bytes)
+        self.buffers = settings.staging_buffers
         self.mover = cuda_mover.CudaMover(device, engine, registration, settings)
         self.page_bytes, self.per_slice = page_bytes, pages_per_slice
         self.slice_bytes = page_bytes * pages_per_slice
@@ -66,6 +76,9 @@ class Bench:
 
     def pages(self, pages):
         return self.pool.reshape(-1, self.page_pitch)[pages, : self.page_bytes]
+
+    def write_pages(self, pages, data):
+        self.pool.reshape(-1, self.page_pitch)[pages, : self.page_bytes] = data
 
     def outside(self):
         """Return all bytes that no transfer may write."""
@@ -92,33 +105,32 @@ def test_transfers_in_flight_move_the_right_bytes(way, kind, seed):
     rng = np.random.default_rng(seed)
     device = FakeDevice(seed)
     page_bytes, per_slice = [(24, 3), (16, 1), (7, 5), (400, 2)][seed % 4]
-    bench = Bench(device, way, page_bytes, per_slice, [1024, 2400, 4096][seed % 3], seed % 2 == 0)
-    groups = shares(rng, 16, kind)
+    staging_bytes, pinned_pages = [1024, 2400, 4096][seed % 3], [0, 5, 256][seed // 2]
+    bench = Bench(
+        device, way, page_bytes, per_slice, staging_bytes, seed % 2 == 0, pinned_pages=pinned_pages
+    )
+    groups = shares(rng, 24, kind)
     order = rng.permutation(NUM_SLOTS * per_slice)
     expected, tickets, first = [], [], 0
-    for slots in groups:
-        pages = order[first : first + slots.size * per_slice]
-        first += pages.size
-        copy = bench.copy_of(slots, pages)
-        data = rng.integers(0, 256, (slots.size, bench.slice_bytes), dtype=np.uint8)
-        restoring = bool(rng.integers(2))
-        if restoring:  # the compute stream still owns the pages until the mark
-            bench.ring.reshape(NUM_SLOTS, -1)[slots, 8 : 8 + bench.slice_bytes] = data
-            device.main.add(
-                lambda p=pages: bench.pool.reshape(-1, bench.page_pitch).__setitem__(
-                    (p, slice(0, bench.page_bytes)), 1
-                )
-            )
-            tickets.append(bench.mover.restore(copy, bench.mover.mark()))
-        else:  # the compute stream writes the pages before the mark
-            device.main.add(
-                lambda p=pages, d=data: bench.pool.reshape(-1, bench.page_pitch).__setitem__(
-                    (p, slice(0, bench.page_bytes)), d.reshape(p.size, -1)
-                )
-            )
-            tickets.append(bench.mover.save(copy, bench.mover.mark()))
-        expected.append((restoring, slots, pages, data))
-        device.step(rng.integers(0, [1, 9, 40][seed % 3]))
+    while groups:
+        begun = []
+        for slots in [groups.pop() for _ in range(min(len(groups), int(rng.integers(1, 4))))]:
+            pages = order[first : first + slots.size * per_slice]
+            first += pages.size
+            data = rng.integers(0, 256, (slots.size, bench.slice_bytes), dtype=np.uint8)
+            restoring = bool(rng.integers(2))
+            # The compute stream owns the pages until the mark, and writes what a save takes.
+            written = 1 if restoring else data.reshape(pages.size, -1)
+            if restoring:
+                bench.ring.reshape(NUM_SLOTS, -1)[slots, 8 : 8 + bench.slice_bytes] = data
+            device.main.add(lambda p=pages, w=written: bench.write_pages(p, w))
+            begun.append((restoring, slots, pages, data))
+        mark = bench.mover.mark()  # of all that begin now, in both directions
+        for restoring, slots, pages, _ in begun:
+            start = bench.mover.restore if restoring else bench.mover.save
+            tickets.append(start(bench.copy_of(slots, pages), mark))
+            device.step(rng.integers(0, [1, 9, 40][seed % 3]))
+        expected += begun
     while expected:
         at = int(rng.integers(len(expected)))
         if tickets[at].done():
@@ -133,17 +145,86 @@ def test_transfers_in_flight_move_the_right_bytes(way, kind, seed):
     assert not device.registered
 
 
-def test_restore_waits_for_its_mark():
+@pytest.mark.parametrize("way", [*Way, *MIXED])
+@pytest.mark.parametrize("verb", ["restore", "save"])
+def test_transfers_wait_each_for_their_mark(way, verb):
     device = FakeDevice()
-    bench = Bench(device, None)
-    gate = FakeEvent(device)
-    device.main.wait_event(gate)
-    ticket = bench.mover.restore(bench.copy_of([3], [0, 1, 2]), bench.mover.mark())
+    bench = Bench(device, way)
+    start = getattr(bench.mover, verb)
+    gates, marks = [FakeEvent(device) for _ in range(2)], []
+    for gate in gates:
+        device.main.wait_event(gate)
+        marks.append(bench.mover.mark())
+    slots = np.arange(NUM_SLOTS).reshape(4, -1)  # of many pieces each
+    pages = np.arange(NUM_SLOTS * 3).reshape(4, -1)
+    copies = [bench.copy_of(*both) for both in zip(slots, pages, strict=True)]
+    tickets = [start(copies[0], marks[0]), start(copies[1], marks[0])]
+    tickets += [start(copies[2], marks[1]), start(copies[3], marks[1])]
+    bench.ring[:], bench.pool[:] = 7, 8
+    ring, pool = bench.ring.copy(), bench.pool.copy()
     device.step(1000)
-    assert not ticket.done()
-    gate.happened = True
-    device.step(1000)
-    assert ticket.done()
+    assert not any(ticket.done() for ticket in tickets)
+    assert np.array_equal(bench.ring, ring)
+    assert np.array_equal(bench.pool, pool)
+    gates[0].happened = True
+    device.step(5000)
+    assert [ticket.done() for ticket in tickets] == [True, True, False, False]
+    gates[1].happened = True
+    device.step(5000)
+    assert all(ticket.done() for ticket in tickets)
+    bench.mover.close()
+
+
+@pytest.mark.parametrize("way", [*Way, *MIXED])
+@pytest.mark.parametrize("verb", ["restore", "save"])
+def test_end_of_a_transfer_is_the_end_of_all_its_pieces(way, verb):
+    for seed in range(8):
+        device = FakeDevice(seed)
+        bench = Bench(device, way)
+        rng = np.random.default_rng(seed)
+        slots, pages = rng.permutation(NUM_SLOTS)[:96], rng.permutation(NUM_SLOTS * 3)[:288]
+        data = rng.integers(0, 256, (96, bench.slice_bytes), dtype=np.uint8)
+        if verb == "restore":
+            bench.ring.reshape(NUM_SLOTS, -1)[slots, 8 : 8 + bench.slice_bytes] = data
+        else:
+            bench.write_pages(pages, data.reshape(288, -1))
+        ticket = getattr(bench.mover, verb)(bench.copy_of(slots, pages), None)
+        while not ticket.done():
+            pass
+        got = bench.slices(slots) if verb == "save" else bench.pages(pages).reshape(data.shape)
+        assert np.array_equal(got, data)
+        assert device.is_idle(), "it ended before something that it had queued"
+
+
+CALLS = {  # way: waits, records, launches and copies of a transfer, behind one with another mark
+    Way.BATCH: (1, 1, 0, 3),  # a copy a page
+    Way.DIRECT: (1, 1, 1, 0),
+    Way.STAGED: (3, 2, 1, 1),  # the mark, the buffer, and kernel behind copy
+}
+
+
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize("verb", ["restore", "save"])
+def test_small_transfer_is_few_cuda_calls(way, verb):
+    device = FakeDevice()
+    bench = Bench(device, way, piece_bytes=1 << 20)  # no border cuts a copy
+    start = getattr(bench.mover, verb)
+    for number in range(bench.buffers + 2):
+        mark = bench.mover.mark()
+        device.counts.clear()
+        device.calls.clear()
+        start(bench.copy_of([number], range(3 * number, 3 * number + 3)), mark)
+    launches = [call for call in device.calls if call[0] == "launch"]
+    copies = len(device.calls) - len(launches)
+    waits, records, num_launches, num_copies = CALLS[way]
+    assert (device.counts["wait"], device.counts["record"]) == (waits, records)
+    assert (len(launches), copies) == (num_launches, num_copies)
+    device.counts.clear()
+    start(bench.copy_of([10], range(30, 33)), mark)
+    start(bench.copy_of([11], range(33, 36)), mark)
+    saved = 2 if way is not Way.DIRECT else 1  # a stream waits for a mark once
+    assert device.counts["wait"] == 2 * waits - saved
+    bench.mover.close()
 
 
 def test_fence_makes_current_stream_wait():
@@ -183,14 +264,54 @@ def test_slices_outside_ring_raise_and_queue_nothing():
     assert device.calls == []
 
 
-def test_device_that_hangs_holds_close_until_its_deadline_and_keeps_the_ring(monkeypatch):
+@pytest.mark.parametrize("way", [None, *Way, *MIXED])
+@pytest.mark.parametrize("verb", ["restore", "save"])
+@pytest.mark.parametrize("hangs", [0, 1])
+def test_device_that_hangs_holds_close_until_its_deadline_and_keeps_the_ring(
+    monkeypatch, way, verb, hangs
+):
     monkeypatch.setattr(cuda_mover, "_DRAIN_S", 0.05)
     device = FakeDevice()
-    bench = Bench(device, None)
+    bench = Bench(device, way)
     device.main.wait_event(FakeEvent(device))
-    bench.mover.restore(bench.copy_of([0], [0, 1, 2]), bench.mover.mark())
+    marks = [None, None]
+    marks[hangs] = bench.mover.mark()
+    for number, mark in enumerate(marks):  # on each of two streams that take turns
+        copy = bench.copy_of([number], range(3 * number, 3 * number + 3))
+        getattr(bench.mover, verb)(copy, mark)
     bench.mover.close()
     assert device.registered, "the device may still read the ring"
+
+
+def test_groups_of_rows_apart_are_2d_copies_and_no_batch():
+    device = FakeDevice()
+    bench = Bench(device, Way.STAGED, pages_per_slice=1, staging_bytes=4096)
+    slots = (np.arange(5)[:, None] * 20 + np.arange(5) * 2).reshape(-1)  # five each, two apart
+    data = np.random.default_rng(0).integers(0, 256, (25, 24), dtype=np.uint8)
+    bench.ring.reshape(NUM_SLOTS, -1)[slots, 8:32] = data
+    ticket = bench.mover.restore(bench.copy_of(slots, range(25)), None)
+    device.step(1000)
+    assert ticket.done()
+    assert np.array_equal(bench.pages(range(25)), data)
+    ways = {call[0] for call in device.calls}
+    assert "2-D" in ways
+    assert "batch" not in ways
+    bench.mover.close()
+
+
+def test_another_ring_has_its_own_borders():
+    device = FakeDevice()
+    bench = Bench(device, Way.STAGED)
+    other = np.zeros(3 * 4096, np.uint8)
+    start = -other.ctypes.data % 4096
+    border = other.ctypes.data + start + 4096
+    bench.mover.release_ring()
+    bench.mover.register_ring(other.ctypes.data + start, 2 * 4096)
+    bench.mover.restore(
+        SliceCopy(np.array([border - 8]), bench.copy_of([0], range(3)).page_addrs, 24), None
+    )
+    assert [call for call in device.calls if call[0] == "1-D"] == [("1-D",)] * 2
+    bench.mover.close()
 
 
 def test_failed_transfer_on_a_device_that_hangs_ends_the_mover(monkeypatch):

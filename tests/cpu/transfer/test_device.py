@@ -1,13 +1,16 @@
 """What TorchDevice keeps between calls, on a torch whose CUDA is not there."""
 
+import ctypes
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 from adp_kv.transfer import device as module  # noqa: E402
 from adp_kv.transfer.device import TorchDevice  # noqa: E402
+from adp_kv.transfer.tables import TablePool  # noqa: E402
 
 GLOBAL, RELAXED = 0, 2
 
@@ -83,3 +86,39 @@ def test_capture_mode_is_what_it_was_each_time(cuda):
     with pytest.raises(RuntimeError), safe:
         raise RuntimeError
     assert cuda.mode == GLOBAL
+
+
+def words_at(address, count):
+    return list((ctypes.c_int64 * count).from_address(address))
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_table_launches_its_own_rows(cuda, monkeypatch, is_prepared):
+    device = TorchDevice(torch.device("cuda", 3), None)
+    monkeypatch.setattr(
+        device, "allocate_pinned", lambda num_words: torch.zeros(num_words, dtype=torch.int64)
+    )
+    seen = []
+
+    def prepared(stream, sources, targets, num_pages, page_bytes, num_programs):
+        assert sources % 16 == targets % 16 == 0
+        rows = words_at(sources, num_pages), words_at(targets, num_pages)
+        seen.append((stream, *rows, page_bytes, num_programs))
+
+    def launch(stream, sources, targets, page_bytes, *, align, num_programs):
+        assert align == 8
+        rows = sources.tolist(), targets.tolist()
+        seen.append((stream.cuda_stream, *rows, page_bytes, num_programs))
+
+    if is_prepared:
+        device._prepared[8] = SimpleNamespace(launch=prepared)
+    monkeypatch.setattr(device, "launch", launch)
+    pool = TablePool(device, 40)
+    stream = SimpleNamespace(cuda_stream=77)
+    wanted = []
+    for count in (1, 3, 17, 40):
+        sources = np.arange(count, dtype=np.int64) + 1000 * count
+        table = pool.take(sources, -sources)
+        device.launch_table(stream, table, 24, align=8, num_programs=5)
+        wanted.append((77, sources.tolist(), (-sources).tolist(), 24, 5))
+    assert seen == wanted

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from adp_kv.errors import TransferError
 from adp_kv.transfer.base import SliceCopy
+from adp_kv.transfer.extents import Extents, OneCopy
 from adp_kv.transfer.plan import NEVER, RESTORE, SAVE, Limits, Thresholds, Way, make_plan
 from adp_kv.units import GiB, KiB, MiB
 
@@ -27,6 +28,13 @@ def the_limits(
     return Limits(borders, staging_bytes, direct_bytes, max_pages, has_batch)
 
 
+def columns_of(extents):
+    """Return the copies of a piece as arrays, whether they are many or one."""
+    if not isinstance(extents, OneCopy):
+        return extents
+    return Extents(*(np.array([word], dtype=np.int64) for word in extents))
+
+
 def moved(plan):
     """Yield (host address, device byte) pairs of all bytes, whatever way they move."""
     pairs = []
@@ -36,7 +44,7 @@ def moved(plan):
             for host, page in zip(piece.host_addrs, pages, strict=True):
                 pairs += [(int(host) + i, int(page) + i) for i in range(plan.page_bytes)]
             continue
-        e = piece.extents
+        e = columns_of(piece.extents)
         for host, pitch, width, rows, offset in zip(
             e.host_addrs, e.pitches, e.widths, e.rows, e.offsets, strict=True
         ):
@@ -89,10 +97,35 @@ def test_plan_moves_every_byte_once(data):
         if piece.way is Way.STAGED:
             assert piece.num_pages * page_bytes <= limits.staging_bytes
         if piece.extents is not None:
-            e = piece.extents
+            e = columns_of(piece.extents)
             ends = e.host_addrs + (e.rows - 1) * e.pitches + e.widths
             for border in borders:
                 assert not ((e.host_addrs < border) & (border < ends)).any()
+
+
+@pytest.mark.parametrize("way", Way)
+@pytest.mark.parametrize(
+    "slots", [[0, 1, 3, 2, 4], [0, 2, 3, 6], [0, 2, 6, 4, 8], [4, 3, 2], [5, 6, 2]]
+)
+@pytest.mark.parametrize("pitch", [16, 24])
+def test_slices_that_look_like_a_run_at_their_ends_move_as_they_lie(way, slots, pitch):
+    copy = a_copy(BASE + np.array(slots) * pitch, 2, 8)
+    plan = make_plan(copy, the_limits(), Thresholds(0, 0, 0, 0, force=way))
+    expected = [
+        (int(addr) + page * 8 + i, int(copy.page_addrs[row, page]) + i)
+        for row, addr in enumerate(copy.slice_addrs)
+        for page in range(2)
+        for i in range(8)
+    ]
+    assert sorted(moved(plan)) == sorted(expected)
+    assert (plan.low, plan.high) == (min(expected)[0], max(expected)[0] + 1)
+
+
+def test_slices_so_far_apart_that_addresses_wrap_are_no_run():
+    step = 3 << 61  # each lies the same distance behind the one before it, modulo 2**64
+    slices = np.array([BASE, BASE + step, BASE + 2 * step - (1 << 64)], dtype=np.int64)
+    plan = make_plan(a_copy(slices, 1, 8), the_limits(), RESTORE)
+    assert (plan.low, plan.high) == (int(slices.min()), int(slices.max()) + 8)
 
 
 def the_way(copy, thresholds, **limits):
@@ -134,7 +167,9 @@ def test_planner_chooses_the_fastest_way(thresholds, slices, slice_bytes, page_b
 
 def test_run_staged_is_one_copy_a_piece():
     _, plan = the_way(a_copy(run(8 * KiB, 8192), 1, 8 * KiB), RESTORE)
-    assert [piece.extents.widths.tolist() for piece in plan.pieces()] == [[16 * MiB]] * 4
+    assert [columns_of(piece.extents).widths.tolist() for piece in plan.pieces()] == [
+        [16 * MiB]
+    ] * 4
 
 
 def test_strided_run_is_2d_and_cut_at_border():
@@ -144,6 +179,12 @@ def test_strided_run_is_2d_and_cut_at_border():
     (piece,) = plan.pieces()
     assert piece.extents.rows.tolist() == [100, 1, 1, 411]
     assert piece.extents.widths.tolist() == [32 * KiB, 8192, 24 * KiB, 32 * KiB]
+
+
+def test_few_large_slices_apart_are_a_copy_each():
+    _, plan = the_way(a_copy(run(MiB, 3), 100, 7 * KiB), RESTORE)
+    (piece,) = plan.pieces()
+    assert columns_of(piece.extents).rows.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """Thresholds measured at start: crossovers, the budget, the cache, and the whole on a stand-in."""
 
 import functools
+import itertools
 import json
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +14,7 @@ from tests.support.fake_cuda import FakeDevice, FakeEvent
 torch = pytest.importorskip("torch")
 from adp_kv.transfer import cuda_mover, tuning  # noqa: E402
 from adp_kv.transfer.copy_engine import CopyEngine  # noqa: E402
-from adp_kv.transfer.plan import NEVER, RESTORE, SAVE  # noqa: E402
+from adp_kv.transfer.plan import NEVER, RESTORE, SAVE, Way  # noqa: E402
 from adp_kv.transfer.registration import RingRegistration  # noqa: E402
 from adp_kv.transfer.settings import MoverSettings  # noqa: E402
 from adp_kv.units import KiB, MiB  # noqa: E402
@@ -112,6 +115,27 @@ def test_tuning_measures_once_and_is_cached_for_the_machine(small, tmp_path):
     tuning.tune(third, device, tmp_path / "cache", has_batch=True)
     assert len(device.calls) > calls
     assert b"another GPU" in path.read_bytes()
+
+
+def test_time_of_a_way_is_until_all_its_transfers_ended(small):
+    ended = set()
+
+    def restore(_copy, _after):
+        number = next(numbers)
+        polls = iter([False, True])
+
+        def done():
+            if next(polls):
+                ended.add(number)
+            return number in ended
+
+        return SimpleNamespace(done=done)
+
+    numbers = itertools.count()
+    device = FakeDevice()
+    with tuning._Rig(a_mover(device), device, time.monotonic() + 30) as rig:
+        rig._seconds(restore, rig._copy("staged", 64 * KiB), 5, Way.DIRECT)
+    assert ended == set(range(5))
 
 
 OURS = {"format": tuning.FORMAT, "machine": "a device", "restore": {"batch": 5}, "save": {}}
