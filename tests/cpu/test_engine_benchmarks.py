@@ -229,12 +229,29 @@ def test_traffic_that_fails_says_so():
 
 def test_save_rows_compare_rounds_in_pairs():
     results = Results("save_overhead")
-    times = {"plain": [1.0, 2.0, 4.0], "memory": [1.02, 2.02, 4.4]}
+    steps = {"plain": [1.0, 2.0, 4.0], "memory": [1.02, 2.02, 4.4]}
+    times = {kind: [save_overhead.Round(2 * s, s) for s in some] for kind, some in steps.items()}
     save_overhead.add_rows(results, save_overhead.PREFILL, times)
     rows = {row.metric: row for row in results.rows}
     assert rows["save.prefill.overhead_pct"].value == pytest.approx(2.0)
     assert rows["save.prefill.overhead_pct"].target == 3.0
     assert rows["save.prefill.overhead_pct.max"].value == pytest.approx(10.0)
+    times["memory"] = [save_overhead.Round(2.5 * one.step_s, one.step_s) for one in times["plain"]]
+    save_overhead.add_rows(results, save_overhead.DECODE, times)
+    rows = {row.metric: row for row in results.rows}
+    assert rows["save.decode.overhead_pct"].value == pytest.approx(0.0)
+    assert rows["save.decode.batch.overhead_pct"].value == pytest.approx(25.0)
+
+
+def test_decode_step_is_of_the_sequence_that_was_admitted_last():
+    said = [
+        SimpleNamespace(first_token_s=f, last_token_s=f + took) for f, took in ((5, 90), (7, 51.1))
+    ]
+    engine = SimpleNamespace(generate=lambda *_, **__: said, elapsed_s=100.0)
+    shape = SimpleNamespace(config={"vocab_size": 100})
+    contender = SimpleNamespace(engine=engine, shape=shape)
+    found = save_overhead.one_round(contender, save_overhead.DECODE, 1)
+    assert found == save_overhead.Round(100.0, pytest.approx(0.1))
 
 
 def test_save_rounds_are_new_and_fit_the_card():

@@ -64,12 +64,12 @@ def worker_module():
 @pytest.fixture
 def side():
     module = worker_module()
-    engine = SimpleNamespace(undoable=True, token_shards=1)
+    engine = SimpleNamespace(undoable=True, token_shards=1, draft_layers=frozenset())
     side = module.WorkerSide(engine, ConnectorSettings(), b"n" * 16)
     side._client = Client()
     names = {0: "l.0.attn", 1: "l.0.indexer", 8: "l.1.attn", 9: "l.1.indexer"}
     side._caches = {
-        index: CacheGeometry(index, name, 0, 1 << 21, 1 << 21, 8, 1)
+        index: CacheGeometry(index, name, 0, 1 << 23, 1 << 23, 8, 1)
         for index, name in names.items()
     }
     side._index_of = {name: index for index, name in names.items()}
