@@ -137,6 +137,7 @@ class Recorder:
         self._seconds: dict[str, list[float]] = {}
         self._now: dict[str, float] = {}
         self._told: dict[str, float] = {}
+        self._moved = False
 
     def add(self, name: str, amount: int = 1) -> None:
         """Add to a counter."""
@@ -149,11 +150,16 @@ class Recorder:
 
     def show(self, name: str, value: float) -> None:
         """Set a gauge; told only when it has changed."""
-        self._now[name] = value
+        if self._now.get(name) != value:
+            self._now[name] = value
+            self._moved = True
 
     def take(self) -> dict[str, dict[str, Any]] | None:
         """Return what is new, as plain dicts by kind, and begin anew; None if nothing is."""
-        now = {k: v for k, v in self._now.items() if self._told.get(k) != v}
+        now = {}
+        if self._moved:
+            now = {k: v for k, v in self._now.items() if self._told.get(k) != v}
+            self._moved = False
         if not self._sums and not self._seconds and not now:
             return None
         self._told |= now

@@ -76,6 +76,12 @@ class AdpWorkerMetadata(KVConnectorWorkerMetadata):
     off: bool = False
     off_sessions: set[int] = field(default_factory=set)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell: so it is after most steps."""
+        found = self.saved_steps or self.unsaved_steps or self.failed_requests or self.off
+        return not found and self.failed_step < 0
+
     def aggregate(self, other: Any) -> AdpWorkerMetadata:
         """Add another rank's report to this one."""
         for step, count in other.saved_steps.items():

@@ -75,6 +75,8 @@ class Selection:
 
     def take(self) -> list[Chunks]:
         """Return what was added, by part, and start anew."""
+        if not self._parts:
+            return []
         taken = [
             Chunks(
                 part=part,

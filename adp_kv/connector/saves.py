@@ -62,6 +62,7 @@ class SaveSide:
         # Parts of which every chunk is stored; of others what is at certain boundaries.
         self._by_tokens = [p.index for p in engine.parts if engine.every_state or not p.recurrent]
         self._only_by_tokens = len(self._by_tokens) == len(engine.parts)
+        self._has_states = any(part.recurrent for part in engine.parts)
         self._pins: dict[int, Pin] = {}
 
     @property
@@ -109,7 +110,8 @@ class SaveSide:
             num_computed = computed.get(request_id, 0)
             if num_computed + num_scheduled >= state.due:
                 self._pick_step(state, output, num_computed, num_scheduled)
-        self._pick_offered(states, output)
+        if self._has_states:
+            self._pick_offered(states, output)
 
     def _pick_step(
         self, state: RequestState, output: Any, num_computed: int, num_scheduled: int

@@ -108,8 +108,10 @@ class SchedulerSide:
         The Welcome comes when every rank has joined again. What the last gateway said of
         chunks is forgotten: the next one's card may be another.
         """
+        if not self._settings.reconnect or not self.client.ended:
+            return
         now = time.monotonic()
-        if not self._settings.reconnect or not self.client.ended or now < self._retry_at:
+        if now < self._retry_at:
             return
         self._retry_at = now + RETRY_S
         self.client.close()

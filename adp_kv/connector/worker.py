@@ -89,6 +89,7 @@ class WorkerSide:
         self._hooked: set[int] = set()
         self._step: Step | None = None
         self._saves: dict[int, list[Job]] = {}  # by step
+        self._unsaved_bytes: dict[int, int] = {}  # of these
         self._async: list[AsyncRestore] = []
         self._failed_blocks: set[int] = set()
         self._failed_step = -1
@@ -295,8 +296,9 @@ class WorkerSide:
         ]
         step.save = {job.caches[0].part: job for job in jobs}
         num_bytes = _bytes_of(jobs)
-        waiting = sum(_bytes_of(earlier) for earlier in self._saves.values())
+        waiting = sum(self._unsaved_bytes.values())
         self._saves[step.meta.step] = jobs
+        self._unsaved_bytes[step.meta.step] = num_bytes
         if self.client.off:
             self._drop(jobs, "off", "the external cache is off")
         elif self._failed_step > step.meta.acknowledged_failure:
@@ -375,10 +377,13 @@ class WorkerSide:
         A step in which nothing computes waits a moment here: vLLM spins through such steps,
         and the client's thread needs the interpreter and, on small machines, the core.
         """
-        unfinished = [job for restore in self._async for job, _ in restore.jobs]
-        unfinished = unfinished or [job for jobs in self._saves.values() for job in jobs]
-        if idle and unfinished:
-            unfinished[0].wait_finished(IDLE_WAIT_S)
+        if idle:
+            unfinished = [job for restore in self._async for job, _ in restore.jobs]
+            unfinished = unfinished or [job for jobs in self._saves.values() for job in jobs]
+            if unfinished:
+                unfinished[0].wait_finished(IDLE_WAIT_S)
+        if not self._async:
+            return set(), set()
         done: set[str] = set()
         failed: set[str] = set()
         waiting = []
@@ -419,13 +424,14 @@ class WorkerSide:
 
     def take_report(self) -> AdpWorkerMetadata | None:
         """Return what the scheduler side needs to know, None if nothing new."""
-        report, self._report = self._report, AdpWorkerMetadata()
+        report = self._report
         for step, jobs in list(self._saves.items()):
             late = [job for job in jobs if job.expired]
             self._drop(late, "save_timeout_s", "save_timeout_s has passed")
             if not all(job.finished for job in jobs):
                 continue
             del self._saves[step]
+            self._unsaved_bytes.pop(step, None)
             self._note_saved(step, jobs)
             report.saved_steps[step] = 1
             if any(job.abandoned for job in jobs):
@@ -438,13 +444,18 @@ class WorkerSide:
             report.off = True
             report.off_sessions.add(self._client.generation)
         self._revive()
-        return report if report != AdpWorkerMetadata() else None
+        if report.is_empty:
+            return None
+        self._report = AdpWorkerMetadata()
+        return report
 
     def _revive(self) -> None:
         """With `reconnect`: once this rank is off, let a new client join whatever gateway comes."""
-        old, now = self._client, time.monotonic()
-        wanted = self._settings.reconnect and old is not None and old.ended
-        if not wanted or old is None or self._open_client is None or now < self._retry_at:
+        old = self._client
+        if not self._settings.reconnect or old is None or not old.ended:
+            return
+        now = time.monotonic()
+        if self._open_client is None or now < self._retry_at:
             return
         self._retry_at = now + RETRY_S
         old.close()
@@ -470,9 +481,10 @@ class WorkerSide:
         counts = {} if self._client is None else dict(self._client.counts)
         if self._client is not None and self._client.off:
             counts["turned_off"] = 1
-        for name, total in counts.items():
-            self.stats.add(name, total - self._told.get(name, 0))
-        self._told |= counts
+        if counts != self._told:
+            for name, total in counts.items():
+                self.stats.add(name, total - self._told.get(name, 0))
+            self._told |= counts
         return self.stats.take()
 
     def close(self) -> None:

@@ -77,13 +77,19 @@ class Job:
         """Chunks of the job."""
         return len(self.chunks)
 
-    def note_started(self, cache: int, num_objects: int, ticket: Ticket | None) -> None:
-        """Settle objects of a cache: their copy was started, or there is none to make."""
+    def note_started(self, counts: Iterable[tuple[int, int]], ticket: Ticket | None) -> None:
+        """Settle objects: their copy was started, or there is none to make.
+
+        Args:
+            counts: caches, and how many objects of each.
+            ticket: of the copy, one for all.
+        """
         with self.lock:
-            progress = self._progress[cache]
-            progress.num_unsettled -= num_objects
-            if ticket is not None:
-                progress.tickets.append(ticket)
+            for cache, num_objects in counts:
+                progress = self._progress[cache]
+                progress.num_unsettled -= num_objects
+                if ticket is not None:
+                    progress.tickets.append(ticket)
             self.lock.notify_all()
 
     def note_finished(self, num_objects: int) -> None:

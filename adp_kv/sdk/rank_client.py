@@ -230,8 +230,7 @@ class RankClient(ChannelLoop):
                 else:
                     ticket = self._restore(transfer, (message.seq, message.first), *picked)
                 flight.tickets += [ticket] if ticket is not None else []
-            for position, count in counts:
-                job.note_started(stack.caches[position].index, count, ticket)
+            job.note_started([(stack.caches[p].index, count) for p, count in counts], ticket)
 
     def _save(
         self,

@@ -39,10 +39,10 @@ def test_wait_returns_tickets_once_all_is_settled(job):
     waited = []
     thread = threading.Thread(target=lambda: waited.append(job.wait_cache(0)))
     thread.start()
-    job.note_started(0, 2, ticket)
+    job.note_started([(0, 2)], ticket)
     time.sleep(0.05)
     assert not waited
-    job.note_started(0, 1, None)
+    job.note_started([(0, 1)], None)
     thread.join(2)
     assert waited == [[ticket]]
     assert not job.finished
@@ -59,7 +59,7 @@ def test_asking_whether_it_is_finished_does_not_wait_for_a_copy_that_is_being_st
 
 def test_job_is_finished_with_its_last_object(job):
     for cache in (0, 1):
-        job.note_started(cache, 3, None)
+        job.note_started([(cache, 3)], None)
         job.note_finished(2)
     assert not job.finished
     job.note_finished(2)
@@ -84,8 +84,8 @@ def test_failed_rows_name_their_blocks(job):
 
 def test_abandoned_job_waits_for_started_copies(job):
     tickets = [Ticket(), Ticket()]
-    job.note_started(0, 1, tickets[0])
-    job.note_started(1, 1, tickets[1])
+    job.note_started([(0, 1)], tickets[0])
+    job.note_started([(1, 1)], tickets[1])
     job.abandon("enough")
     job.abandon("again")
     assert job.reason == "enough"
@@ -117,7 +117,7 @@ def test_deadline_abandons():
 def test_copy_that_fails_after_the_job_was_given_up_fails_it(job):
     tickets = [Ticket(), Ticket(state=True)]
     for cache, ticket in enumerate(tickets):
-        job.note_started(cache, 3, ticket)
+        job.note_started([(cache, 3)], ticket)
     job.abandon("off")
     assert not job.failed_chunks.any()  # everything was started
     assert not job.finished

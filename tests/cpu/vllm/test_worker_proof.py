@@ -49,7 +49,7 @@ class Client:
         self.orders.append([cache.index for cache in job.caches])
         for cache in job.caches:
             self.tickets.append(Ticket())
-            job.note_started(cache.index, job.num_chunks, self.tickets[-1])
+            job.note_started([(cache.index, job.num_chunks)], self.tickets[-1])
 
     def submit_save(self, job, kind, caches, mark):
         self.saves.append((job, [cache.index for cache in caches]))
