@@ -141,6 +141,17 @@ def available(kind: str, device: str) -> bool:
     return device == "cuda" or kind != OFFLOADING
 
 
+def room(kind: str, shape: Shape) -> int:
+    """Return the bytes of a card that keeps a prompt and some more.
+
+    Well below evict_above (0.90) of each database: some get a few % more than others.
+    """
+    num_objects = shape.num_chunks * shape.num_layers * 5 // 4 + 64
+    if kind == MEMORY:
+        return num_objects * shape.object_bytes
+    return num_objects * ceil_div(shape.object_bytes, SLAB_FRAGMENT) * SLAB_SLOT
+
+
 class Contender:
     """One way to get a prompt's KV cache, as an engine of its own.
 
@@ -197,17 +208,11 @@ class Contender:
         )
 
     def _serve(self) -> Gateway:
-        shape = self.shape
-        # Well below evict_above (0.90): some of a card's databases get a few % more than others.
-        num_objects = shape.num_chunks * shape.num_layers * 5 // 4 + 64
-        options: dict[str, object]
+        options: dict[str, object] = {"capacity_bytes": room(self.kind, self.shape)}
         if self.kind == MEMORY:
-            room = num_objects * shape.object_bytes
-            options = {"max_value_bytes": shape.object_bytes, "prefault": True}
+            options |= {"max_value_bytes": self.shape.object_bytes, "prefault": True}
         else:
-            room = num_objects * ceil_div(shape.object_bytes, SLAB_FRAGMENT) * SLAB_SLOT
-            options = {"path": self.setup.folder / self.name, "num_databases": 4}
-        options["capacity_bytes"] = room
+            options |= {"path": self.setup.folder / self.name, "num_databases": 4}
         options |= self.setup.card.get(self.kind, {})
         settings: dict[str, Any] = {"job_deadline_s": STORE_TIMEOUT_S} | dict(self.setup.gateway)
         return Gateway.serve(

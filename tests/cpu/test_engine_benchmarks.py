@@ -21,6 +21,7 @@ from benchmarks import (
 from benchmarks import memory_card as memory_card_benchmark
 from benchmarks._results import Results, read_rows
 from gateway.cards.base import Op
+from gateway.cards.memory import MemorySettings
 from tests.support.cards import Driver, memory_card, random_keys
 from tests.support.process import wait_until
 
@@ -263,6 +264,15 @@ def test_save_rounds_are_new_and_fit_the_card():
     room = save_overhead.room_for((save_overhead.PREFILL, load), shape, 5)
     assert room >= 6 * (load.chunks(256) + 2 * 62) * 32 * shape.object_bytes
     assert room < 60 * GiB
+
+
+@pytest.mark.parametrize("kind", ["memory", "slab"])
+def test_cards_keep_the_whole_prompt(kind):
+    """Above evict_above a card evicts, and its databases are not equally full."""
+    shape = SHAPES["60k"]
+    each = shape.object_bytes if kind == "memory" else 5 * 256 * 1024  # fragments in slots
+    held = shape.num_chunks * shape.num_layers * each
+    assert held * 1.05 < MemorySettings(capacity_bytes=GiB).evict_above * _engines.room(kind, shape)
 
 
 def test_outcome_looks_at_the_wait_alone():
