@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,6 +99,7 @@ class CacheStack:
     Attributes:
         shape_ids: int64 [num_caches]; caches with the same id have slices of the same
             size at the same offset and can share one transfer.
+        has_replicas: several ranks hold the same of some cache and store a part each.
     """
 
     def __init__(self, caches: Sequence[CacheGeometry]) -> None:
@@ -108,6 +110,8 @@ class CacheStack:
         shapes = [(c.page_bytes, c.blocks_per_chunk, c.slice_offset) for c in caches]
         numbers = {shape: i for i, shape in enumerate(dict.fromkeys(shapes))}
         self.shape_ids = np.array([numbers[shape] for shape in shapes], dtype=np.int64)
+        self.has_replicas = any(cache.num_replicas > 1 for cache in caches)
+        self._has_one_shape = len(numbers) == 1
 
     def shares(
         self, positions: NDArray[np.int64]
@@ -124,11 +128,13 @@ class CacheStack:
         if first == last:  # a get has one cache
             yield None, [(first, len(positions))]
             return
+        if self._has_one_shape:
+            yield None, _counted(positions)
+            return
         shapes = self.shape_ids[positions]
         for shape in np.unique(shapes):
             mine = shapes == shape
-            numbers, counts = np.unique(positions[mine], return_counts=True)
-            yield mine, list(zip(numbers.tolist(), counts.tolist(), strict=True))
+            yield mine, _counted(positions[mine])
 
     def page_addresses(
         self, positions: NDArray[np.int64], blocks: NDArray[np.int64], unwanted: int
@@ -149,6 +155,14 @@ class CacheStack:
             )
         pages = self._bases[positions, None] + blocks * self._strides[positions, None]
         return np.where(blocks < 0, np.int64(unwanted), pages)
+
+
+def _counted(positions: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return how often each of ascending numbers occurs."""
+    starts = np.flatnonzero(positions[1:] != positions[:-1]) + 1
+    bounds = [0, *starts.tolist(), len(positions)]
+    numbers = positions[bounds[:-1]].tolist()
+    return [(number, b - a) for number, (a, b) in zip(numbers, pairwise(bounds), strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ class RankClient(ChannelLoop):
         self._scratch_address = scratch_address
         self._mapping: RingMapping | None = None
         self._transfers: dict[int, Transfer] = {}
+        self._stacks: dict[tuple[int, ...], CacheStack] = {}  # a few: a layer's, a step's
         self._flights: list[Flight] = []
         self._live: list[Job] = []
         self._live_lock = threading.Lock()
@@ -149,8 +150,11 @@ class RankClient(ChannelLoop):
         if job.abandoned:
             return
         indices = [cache.index for cache in caches]
+        stack = self._stacks.get(key := tuple(indices))
+        if stack is None:
+            stack = self._stacks[key] = CacheStack(caches)
         seq = (job.number << _STEP_SHIFT) | (kind << _KIND_SHIFT) | indices[0]
-        self._transfers[seq] = Transfer(job, CacheStack(caches), mark, is_put)
+        self._transfers[seq] = Transfer(job, stack, mark, is_put)
         chunks = pack_keys(job.chunks)
         if is_put:
             self.channel.send(Put(seq, job.number, indices, chunks))
@@ -213,7 +217,8 @@ class RankClient(ChannelLoop):
         positions, rows = objects // job.num_chunks, objects % job.num_chunks
         wanted = slots != NO_SLOT
         if transfer.is_put:
-            wanted &= _owned(job, stack, positions, rows)
+            if stack.has_replicas:
+                wanted &= _owned(job, stack, positions, rows)
         else:
             bad = np.frombuffer(message.status, dtype=np.uint8) != 0
             if bad.any():

@@ -187,6 +187,19 @@ def test_stack_addresses_every_page():
         stack.page_addresses(positions[:1], np.array([[0, 50, 1]]), unwanted=0)
 
 
+@pytest.mark.parametrize("second", [{}, {"page_bytes": 2048}])
+def test_shares_count_every_object_of_every_cache(second):
+    stack = CacheStack([cache(), cache(index=8, **second), cache(index=16)])
+    positions = np.array([0, 0, 0, 1, 2, 2])
+    counted = []
+    for mine, counts in stack.shares(positions):
+        assert (mine is None) is (not second)
+        chosen = positions if mine is None else positions[mine]
+        assert counts == [(n, int((chosen == n).sum())) for n in dict.fromkeys(chosen.tolist())]
+        counted += counts
+    assert sorted(counted) == [(0, 3), (1, 1), (2, 2)]
+
+
 def test_stack_tells_shapes_apart():
     stack = CacheStack(
         [
