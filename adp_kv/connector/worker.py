@@ -89,7 +89,6 @@ class WorkerSide:
         self._hooked: set[int] = set()
         self._step: Step | None = None
         self._saves: dict[int, list[Job]] = {}  # by step
-        self._unsaved_bytes: dict[int, int] = {}  # of these
         self._async: list[AsyncRestore] = []
         self._failed_blocks: set[int] = set()
         self._failed_step = -1
@@ -296,9 +295,8 @@ class WorkerSide:
         ]
         step.save = {job.caches[0].part: job for job in jobs}
         num_bytes = _bytes_of(jobs)
-        waiting = sum(self._unsaved_bytes.values())
+        waiting = sum(map(_bytes_of, self._saves.values()))
         self._saves[step.meta.step] = jobs
-        self._unsaved_bytes[step.meta.step] = num_bytes
         if self.client.off:
             self._drop(jobs, "off", "the external cache is off")
         elif self._failed_step > step.meta.acknowledged_failure:
@@ -431,7 +429,6 @@ class WorkerSide:
             if not all(job.finished for job in jobs):
                 continue
             del self._saves[step]
-            self._unsaved_bytes.pop(step, None)
             self._note_saved(step, jobs)
             report.saved_steps[step] = 1
             if any(job.abandoned for job in jobs):
@@ -495,4 +492,4 @@ class WorkerSide:
 
 def _bytes_of(jobs: Iterable[Job]) -> int:
     """Return the bytes that jobs move on this rank."""
-    return sum(job.num_chunks * cache.slice_bytes for job in jobs for cache in job.caches)
+    return sum(job.num_bytes for job in jobs)

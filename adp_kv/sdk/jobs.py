@@ -48,6 +48,9 @@ class Job:
         blocks: int64 [n, blocks_per_chunk] block ids; negative: a page nobody wants.
         caches: what to move.
         timeout_s: after this long the rest has failed.
+
+    Attributes:
+        num_bytes: what moves on this rank.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Job:
         self.chunks = chunks
         self.blocks = blocks
         self.caches = list(caches)
+        self.num_bytes = len(chunks) * sum(cache.slice_bytes for cache in caches)
         self.began = time.monotonic()
         self.deadline = self.began + timeout_s
         self._timeout_s = timeout_s

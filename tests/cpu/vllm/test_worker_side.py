@@ -64,3 +64,27 @@ def test_draft_s_layers_are_waited_for_before_the_pass_and_others_in_their_hooks
     in_python = SimpleNamespace(attn_metadata={})
     side.start_load(module.AdpMetadata(step=2, restore=[chunks]), in_python)
     assert fenced == [1]
+
+
+def test_saves_beyond_what_may_be_pending_are_dropped_until_earlier_ones_end():
+    with warnings.catch_warnings():  # vLLM's and torch's own
+        warnings.simplefilter("ignore")
+        module = importlib.import_module("adp_kv.connector.worker")
+    settings = ConnectorSettings(max_pending_save_bytes=2 * 64)
+    side = module.WorkerSide(SimpleNamespace(), settings, b"n" * 16)
+    side._client = Client()
+    side._caches = {0: CacheGeometry(0, "l.0", 0, 64, 64, 8, 1)}
+
+    def save(step):
+        key = np.full((1, 2), step, np.uint64)
+        chunks = module.Chunks(0, key, np.array([[3]]), ["r"])
+        side.finish_step(module.AdpMetadata(step=step, save=[chunks]))
+        return [job.number for job in side._client.saves]
+
+    assert save(1) == [1]
+    assert save(2) == [1, 2]
+    assert save(3) == [1, 2]
+    side._client.saves[0].note_finished(1)
+    side._client.counts, side._client.ended = {}, False
+    assert 1 in side.take_report().saved_steps
+    assert save(4) == [1, 2, 4]
