@@ -87,4 +87,23 @@ def test_saves_beyond_what_may_be_pending_are_dropped_until_earlier_ones_end():
     side._client.saves[0].note_finished(1)
     side._client.counts, side._client.ended = {}, False
     assert 1 in side.take_report().saved_steps
+    assert side.take_report() is None, "the same is told twice"
     assert save(4) == [1, 2, 4]
+
+
+def test_failed_step_is_told_until_the_scheduler_knows_and_counts_are_told_once():
+    with warnings.catch_warnings():  # vLLM's and torch's own
+        warnings.simplefilter("ignore")
+        module = importlib.import_module("adp_kv.connector.worker")
+    side = module.WorkerSide(SimpleNamespace(), ConnectorSettings(), b"n" * 16)
+    side._client = Client()
+    side._client.counts, side._client.ended = {"bytes_saved": 5}, False
+    side._failed_step = 3
+    for acknowledged, told in ((2, 3), (2, 3), (3, None)):
+        side.finish_step(module.AdpMetadata(step=4, acknowledged_failure=acknowledged))
+        report = side.take_report()
+        assert (report and report.failed_step) == told
+    assert side.take_stats()["sums"] == {"bytes_saved": 5}
+    assert side.take_stats() is None
+    side._client.counts = {"bytes_saved": 7, "objects_missed": 1}
+    assert side.take_stats()["sums"] == {"bytes_saved": 2, "objects_missed": 1}
