@@ -153,8 +153,9 @@ def test_ring_file_removed_while_ranks_join(monkeypatch):
     options = {"capacity_bytes": "16MiB", "max_value_bytes": "64KiB"}
     with Gateway.serve(card_options=options, shared_memory_size=64 * 16384) as gateway:
         monkeypatch.setattr(rank_client, "attach", attach)
-        with Team(gateway.address, pools(2)).start(settle=False) as team:
-            wait_until(lambda: all(c.off for c in team.clients), 10, "all are off")
+        # A scheduler side that comes when the ranks have gone waits for them until its deadline.
+        with Team(gateway.address, pools(2), connect_timeout_s=10.0).start(settle=False) as team:
+            wait_until(lambda: all(c.off for c in team.clients), 30, "all are off")
             reasons = [rank.off_reason for rank in team.ranks]
             assert any("can't open the ring" in reason for reason in reasons)
         with Team(gateway.address, pools(2), engine="next").start() as successor:
