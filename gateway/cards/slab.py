@@ -130,7 +130,7 @@ class SlabCard(Card):
         self._flows = Flows(s, self._limits, machinery)
         self._sync_thread = threading.Thread(target=self._sync, name="adp-card-sync", daemon=True)
         self._sync_thread.start()
-        self._store = store
+        self._store = store  # before the upkeep, which begins batches
         self._upkeep = Upkeep(store.databases, s, self._begin)
         for database in store.databases:
             if database.journal.discarded_bytes:
@@ -213,9 +213,11 @@ class SlabCard(Card):
     @override
     def close(self) -> None:
         with self._state:
-            store, self._store = self._store, None
+            store = self._store
             if store is None:
                 return
+            self._upkeep.stop_soon()
+            self._store = None
         deadline = time.monotonic() + self._settings.close_timeout_s
         quiet = self._upkeep.stop(_STOP_TIMEOUT_S)
         quiet &= self._evictor.stop(_STOP_TIMEOUT_S)

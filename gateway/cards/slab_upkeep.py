@@ -67,6 +67,10 @@ class Upkeep:
             "scrub_corrupt": self.scrubber.num_corrupt,
         }
 
+    def stop_soon(self) -> None:
+        """Begin nothing more; called before the card refuses what this thread begins."""
+        self._stop.set()
+
     def stop(self, timeout_s: float) -> bool:
         """End the thread; return whether it ended in time."""
         self._stop.set()
@@ -82,7 +86,8 @@ class Upkeep:
                 while self._scrub(began + _TICK_S):
                     pass
             except Exception:
-                _logger.exception("upkeep failed; it is tried again")
+                if not self._stop.is_set():  # then the card refuses whatever was under way
+                    _logger.exception("upkeep failed; it is tried again")
 
     def _scrub(self, until: float) -> bool:
         rate = self._settings.scrub_bytes_per_s

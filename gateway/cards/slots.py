@@ -63,6 +63,7 @@ class SlotTable:
         # A stack whose top hands out low numbers first: neighbours in time are so in space.
         self._free: NDArray[np.int64] = np.arange(num_slots - 1, -1, -1, dtype=np.int64)
         self._num_free = num_slots
+        self._num_dying = 0
 
     def __len__(self) -> int:
         """Return the number of keys."""
@@ -75,8 +76,8 @@ class SlotTable:
 
     @property
     def num_used(self) -> int:
-        """Slots that hold a value, are being written or still read."""
-        return self.marker - self._num_free
+        """Slots that hold a value or are being written; not those that only wait for a read."""
+        return self.marker - self._num_free - self._num_dying
 
     def restore(
         self,
@@ -167,6 +168,7 @@ class SlotTable:
             return
         done = np.unique(slots[dying & (self._pins[slots] == 0)])
         self._dying[done] = False
+        self._num_dying -= done.size
         self._push(done)
 
     def allocate(self, wanted: int) -> Locations:
@@ -237,6 +239,7 @@ class SlotTable:
         self.rows[slots] = NO_GROUP
         busy = self._pins[slots] > 0
         self._dying[slots[busy]] = True
+        self._num_dying += int(np.count_nonzero(busy))
         self._push(slots[~busy])
 
     def _push(self, slots: Locations) -> None:

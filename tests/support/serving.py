@@ -351,6 +351,17 @@ class Serving:
 
     def __init__(self, card=None, clock=time.monotonic, kind="memory", **settings):
         self.folder = Path(tempfile.mkdtemp(prefix="adp-serving-"))
+        try:
+            self._make(card, clock, kind, settings)
+        except BaseException:
+            shutil.rmtree(self.folder)
+            raise
+        self.error = None
+        self._ranks = []
+        self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
+        self._thread.start()
+
+    def _make(self, card, clock, kind, settings):
         address = f"ipc://{self.folder}/s"
         usual = {
             "listen": address,
@@ -362,10 +373,6 @@ class Serving:
         self.address = self.settings.listen
         self.card = card or memory_card(capacity_bytes=32 << 20, max_value_bytes=64 << 10)
         self.server = AskedServer(self.settings, self.card, clock)
-        self.error = None
-        self._ranks = []
-        self._thread = threading.Thread(target=self._run, name="serving", daemon=True)
-        self._thread.start()
 
     def _run(self):
         try:

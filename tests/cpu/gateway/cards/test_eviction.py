@@ -77,6 +77,40 @@ def test_full_card_goes_on_storing(make):
     assert stats["groups"] == stats["values"] - stats["groups"] * 3
 
 
+def pin_all(tables):
+    """Begin a read of every value that is there; return what ends them."""
+    pinned = []
+    for table in tables:
+        with table.lock:
+            keys, slots = table.piece(0, table.extent[0])
+            values = slots < table.marker
+            table.pin(keys[values], table.lengths[slots[values]])
+        pinned.append((table, slots[values]))
+
+    def end():
+        for table, slots in pinned:
+            with table.lock:
+                table.unpin(slots)
+
+    return end
+
+
+def test_reads_under_way_do_not_make_a_card_evict_more(make):
+    """A slot that waits for a read, a scrub's say, will be free: nothing else goes for it."""
+    driver = make()
+    chunks = Chunks(driver)
+    store_all(chunks, range(30))
+    end = pin_all([shelf.table for shelf in driver.card._evictor._shelves])
+    number = 30
+    while driver.card.stats()["evicted_chunks"] == 0:
+        number += chunks.store(number)
+    driver.card._evictor.round()
+    assert sum(chunks.lookup(range(number))) >= NUM_SLOTS * 0.7 / 3
+    end()
+    stats = driver.card.stats()
+    assert stats["free_slots"] == NUM_SLOTS - (stats["values"] - stats["groups"])
+
+
 def test_used_chunk_outlives_younger_ones(make):
     driver = make()
     chunks = Chunks(driver)

@@ -1,8 +1,11 @@
 """What a slab card does in the background: compaction and scrubbing, on a card in use."""
 
+import threading
+
 import numpy as np
 import pytest
 
+from adp_kv.errors import CardError
 from gateway.cards import slab_upkeep
 from gateway.cards.base import Status
 from gateway.cards.slab_format import DATA_OFFSET
@@ -37,6 +40,7 @@ def test_journal_is_compacted_while_in_use(make, monkeypatch):
         if chunks.store(number):
             number += 1
         assert number < 5000, "no compaction"
+    driver.card._evictor.round()  # nothing is left for it to do
     kept = [n for n, hit in enumerate(chunks.lookup(range(number))) if hit]
     stats = driver.card.stats()
     assert stats["journal_bytes"] < 64 * 3 * (2 * 40 + 40 + 100)
@@ -101,6 +105,30 @@ def test_scrub_keeps_to_its_rate(make, monkeypatch):
     wait_until(lambda: driver.card.stats()["scrubbed_bytes"] >= 15 * chunks.length, 10, "scrubbed")
     monkeypatch.undo()
     assert sum(p for p in pauses if p) >= 0.5 * 14 * chunks.length / 1000
+
+
+def test_scrub_that_a_closing_card_refuses_is_no_failure(make, monkeypatch, caplog):
+    begun, refused = threading.Event(), []
+    monkeypatch.setattr(slab_upkeep, "_TICK_S", 0.02)
+    driver = make(scrub_bytes_per_s=1 << 30)
+    scrubber, card = driver.card._upkeep.scrubber, driver.card
+    submit = scrubber._submit
+
+    def late(batch, on_done):
+        begun.set()
+        wait_until(lambda: card._store is None, 10, "the card closes")
+        try:
+            submit(batch, on_done)
+        except CardError:
+            refused.append(batch)
+            raise
+
+    monkeypatch.setattr(scrubber, "_submit", late)
+    assert Chunks(driver).store(0)
+    assert begun.wait(10)
+    driver.close()
+    assert refused
+    assert "upkeep failed" not in caplog.text
 
 
 def test_scrub_of_nothing_is_off(make, monkeypatch):
