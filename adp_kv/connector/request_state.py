@@ -58,13 +58,23 @@ class _PartSelection:
 
 
 class Selection:
-    """Chunks picked for one step: keys, block ids and owners, by part."""
+    """Chunks picked for a step: keys, block ids and owners, by part."""
 
     def __init__(self) -> None:
         self._parts: dict[int, _PartSelection] = {}
 
     def __bool__(self) -> bool:
         return bool(self._parts)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all parts."""
+        return sum(len(chosen.keys) for chosen in self._parts.values())
+
+    @property
+    def num_blocks(self) -> int:
+        """Their blocks."""
+        return sum(len(blocks) for chosen in self._parts.values() for blocks in chosen.blocks)
 
     def add(self, part: int, key: KeyArray, blocks: list[int], request_id: str) -> None:
         """Add one chunk."""

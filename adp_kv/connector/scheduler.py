@@ -347,7 +347,7 @@ class SchedulerSide:
             acknowledged_failure=self._acknowledged_failure,
             restore=self._restore.take(),
             async_restore=self._async_restore.take(),
-            save=self.saves.take(self._step),
+            save=self.saves.take(self._step, idle=idle),
         )
 
     def _follow_blocks(self, output: Any) -> None:
@@ -376,6 +376,7 @@ class SchedulerSide:
         self._forget_tainted(output, report.failed_step)
         if report.failed_step > self._acknowledged_failure:
             self._acknowledged_failure = report.failed_step
+            self.saves.drop_picked()
             for state in self._states.values():
                 self.saves.consider_again(state)
         for request_id in report.failed_requests & set(self._states):

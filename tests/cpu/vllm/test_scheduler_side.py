@@ -93,6 +93,12 @@ def side(monkeypatch, module):
     return side
 
 
+@pytest.fixture
+def no_company(monkeypatch, module):
+    """Each chunk goes out with the step that picks it."""
+    monkeypatch.setattr(importlib.import_module(module.SaveSide.__module__), "ENOUGH_CHUNKS", 1)
+
+
 def request_of(num_tokens, num_computed):
     return SimpleNamespace(
         request_id="r",
@@ -191,6 +197,7 @@ def test_request_that_ended_badly_saves_nothing_more(side, status):
     assert not any(block.ref_cnt for block in side.saves.pool.blocks)
 
 
+@pytest.mark.usefixtures("no_company")
 @pytest.mark.parametrize("how", ["layerwise", "async"])
 def test_chunk_whose_restore_failed_is_stored_again(side, module, how):
     request = request_of(CHUNK, 0)
@@ -338,6 +345,7 @@ def decode_step(side, computed):
     return side.build_meta(output)
 
 
+@pytest.mark.usefixtures("no_company")
 def test_decoding_asks_for_keys_only_where_a_chunk_is_complete(side, monkeypatch):
     request = request_of(4 * 32, 0)
     side.on_new_request(request)
@@ -351,6 +359,7 @@ def test_decoding_asks_for_keys_only_where_a_chunk_is_complete(side, monkeypatch
     assert saved == looked == [CHUNK - 1, 2 * CHUNK - 1]
 
 
+@pytest.mark.usefixtures("no_company")
 def test_after_a_failed_restore_decoding_stores_again_what_it_had(side, module):
     request = request_of(4 * 32, 0)
     side.on_new_request(request)
@@ -360,3 +369,71 @@ def test_after_a_failed_restore_decoding_stores_again_what_it_had(side, module):
     report = module.AdpWorkerMetadata(failed_requests={"r"})
     side.on_output(SimpleNamespace(kv_connector_worker_meta=report))
     assert len(decode_step(side, CHUNK + 1).save) == 1
+
+
+@pytest.fixture
+def waiting(side, module, monkeypatch):
+    """A request of four chunks that decodes; the limits are two chunks and three steps."""
+    saves = importlib.import_module(module.SaveSide.__module__)
+    monkeypatch.setattr(saves, "ENOUGH_CHUNKS", 2)
+    monkeypatch.setattr(saves, "MAX_WAIT_STEPS", 3)
+    request = request_of(8 * 32, 0)
+    side.on_new_request(request)
+    side.saves.pool = Pool(9)
+    new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=(list(range(1, 9)),))
+    assert side.build_meta(output_of([new], {"r": CHUNK})).save == []
+    return side
+
+
+def pinned(side):
+    return [block.block_id for block in side.saves.pool.blocks if block.ref_cnt]
+
+
+def test_small_save_waits_some_steps_for_company(waiting):
+    assert pinned(waiting) == [1, 2], "nobody may write over what waits"
+    assert waiting.saves.num_pinned == 2
+    assert waiting.has_pending_saves
+    waited = [decode_step(waiting, CHUNK + i).save for i in range(2)]
+    assert waited == [[], []]
+    meta = decode_step(waiting, CHUNK + 2)
+    assert [chunks.blocks.tolist() for chunks in meta.save] == [[[1, 2]]]
+    assert waiting.saves.num_pinned == 2, "until every rank has copied it"
+    waiting.saves.released(meta.step, 1)
+    assert not pinned(waiting)
+    # The next one waits as long as the first.
+    assert decode_step(waiting, 2 * CHUNK - 1).save == []
+    assert [len(decode_step(waiting, 2 * CHUNK + i).save) for i in range(3)] == [0, 0, 1]
+
+
+def test_enough_chunks_go_out_with_the_step_that_completes_the_last(waiting):
+    (save,) = decode_step(waiting, 2 * CHUNK - 1).save
+    assert save.blocks.tolist() == [[1, 2], [3, 4]]
+
+
+def test_nothing_waits_while_nothing_computes(waiting):
+    (save,) = waiting.build_meta(output_of()).save
+    assert save.blocks.tolist() == [[1, 2]]
+
+
+def test_what_waits_when_a_restore_fails_is_not_saved_but_picked_anew(waiting, module):
+    """It may have been computed from pages that never came, and before the ranks drop saves."""
+    report = module.AdpWorkerMetadata(failed_step=1)
+    waiting.on_output(SimpleNamespace(kv_connector_worker_meta=report))
+    assert not pinned(waiting)
+    assert not waiting.has_pending_saves
+    assert waiting.build_meta(output_of()).save == []
+    assert waiting.stats.take()["sums"]["chunks_unsaved"] == 1
+    decode_step(waiting, CHUNK)  # recomputed
+    (save,) = waiting.build_meta(output_of()).save
+    assert save.blocks.tolist() == [[1, 2]]
+
+
+def test_what_waits_is_picked_once_whatever_a_lookup_says_meanwhile(waiting):
+    """A request with the same prefix asks: the card does not have it yet."""
+    state = waiting._states["r"]
+    waiting.saves.consider_again(state)
+    decode_step(waiting, CHUNK)
+    assert pinned(waiting) == [1, 2]
+    assert [block.ref_cnt for block in waiting.saves.pool.blocks[1:3]] == [1, 1]
+    (save,) = waiting.build_meta(output_of()).save
+    assert save.blocks.tolist() == [[1, 2]]
