@@ -205,7 +205,7 @@ class AdpConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Pinned blocks come back soon: better wait than preempt."""
-        return self._scheduler is not None and self._scheduler.has_pending_saves
+        return self._scheduler is not None and self._scheduler.frees_soon()
 
     def reset_cache(self) -> bool:
         """Not possible: the card belongs to every engine of the namespace."""

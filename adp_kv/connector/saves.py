@@ -71,6 +71,7 @@ class SaveSide:
         self._picked = Selection()
         self._picked_keys: set[bytes] = set()
         self._waited_steps = 0
+        self._in_a_hurry = False
         # Parts of which every chunk is stored; of others what is at certain boundaries.
         self._by_tokens = [p.index for p in engine.parts if engine.every_state or not p.recurrent]
         self._only_by_tokens = len(self._by_tokens) == len(engine.parts)
@@ -227,12 +228,17 @@ class SaveSide:
             step: its number.
             idle: nothing computes in it.
         """
-        if not self._picked or (not idle and self._may_wait()):
+        at_once, self._in_a_hurry = idle or self._in_a_hurry, False
+        if not self._picked or (not at_once and self._may_wait()):
             return []
         save = self._take_picked()
         keys = [key.tobytes() for chunks in save for key in chunks.keys]
         self._pins[step] = Pin(self._blocks_of(save), keys, self._engine.world_size)
         return save
+
+    def hurry(self) -> None:
+        """Let nothing wait for company in the next step: vLLM wants the blocks."""
+        self._in_a_hurry = True
 
     def _may_wait(self) -> bool:
         """Return whether what is picked may wait for company once more; counts the steps."""

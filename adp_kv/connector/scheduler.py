@@ -422,6 +422,11 @@ class SchedulerSide:
         """Whether the engine should keep stepping until blocks are given back."""
         return self.saves.pending
 
+    def frees_soon(self) -> bool:
+        """Return whether pinned blocks come back soon; asked where vLLM has too few."""
+        self.saves.hurry()
+        return self.saves.pending
+
     def take_stats(self) -> dict[str, dict[str, Any]] | None:
         """Return what was counted since the last call, None if nothing."""
         self.stats.show("off", float(self.off))

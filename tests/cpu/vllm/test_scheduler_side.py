@@ -415,6 +415,17 @@ def test_nothing_waits_while_nothing_computes(waiting):
     assert save.blocks.tolist() == [[1, 2]]
 
 
+def test_nothing_waits_where_vllm_wants_blocks(waiting):
+    """It asks before it preempts, and waits for pins as long as there are any."""
+    assert waiting.frees_soon()
+    meta = decode_step(waiting, CHUNK)
+    assert [chunks.blocks.tolist() for chunks in meta.save] == [[[1, 2]]]
+    waiting.saves.released(meta.step, 1)
+    assert not waiting.frees_soon()
+    decode_step(waiting, CHUNK + 1)
+    assert decode_step(waiting, 2 * CHUNK - 1).save == [], "it was in a hurry once"
+
+
 def test_what_waits_when_a_restore_fails_is_not_saved_but_picked_anew(waiting, module):
     """It may have been computed from pages that never came, and before the ranks drop saves."""
     report = module.AdpWorkerMetadata(failed_step=1)
