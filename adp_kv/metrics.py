@@ -116,7 +116,7 @@ ENGINE_METRICS = (
         ("off", "restore_failed", "max_pending_save_bytes", "save_timeout_s", "transfer_failed"),
     ),
     Metric("turned_off", "counter", "ranks that turned the external cache off"),
-    Metric("off", "gauge", "1: no hits and no saves any more; the engine's log says why"),
+    Metric("off", "gauge", "1: neither hits nor saves; the engine's log says why"),
     Metric("pinned_blocks", "gauge", "blocks kept from reuse until they are saved"),
     Metric("lookup_seconds", "histogram", "from question to answer"),
     Metric("restore_wait_seconds", "histogram", "a step stood still for one layer's pages"),

@@ -429,7 +429,9 @@ class SchedulerSide:
 
     def take_stats(self) -> dict[str, dict[str, Any]] | None:
         """Return what was counted since the last call, None if nothing."""
-        self.stats.show("off", float(self.off))
+        # With `reconnect`: until the next gateway is joined this side is not off, but hits nothing.
+        waits = self.client.again and self.client.welcome is None
+        self.stats.show("off", float(self.off or waits))
         self.stats.show("pinned_blocks", self.saves.num_pinned)
         return self.stats.take()
 

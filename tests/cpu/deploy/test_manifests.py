@@ -91,6 +91,8 @@ def test_prometheus_scrapes_what_compose_serves():
     assert targets == {f"gateway:{port}", "vllm:8000"}
     source = read("docker/grafana-datasource.yaml")["datasources"][0]
     assert source["url"] == "http://prometheus:9090"
+    # What Grafana takes a rate over is four times this.
+    assert {job["scrape_interval"] for job in jobs} == {source["jsonData"]["timeInterval"]}
     provider = read("docker/grafana-provisioning.yaml")["providers"][0]
     mounts = read("docker/compose.yaml")["services"]["grafana"]["volumes"]
     assert f"../grafana:{provider['options']['path']}:ro" in mounts

@@ -286,6 +286,20 @@ def test_lookups_follow_a_restarted_gateway_and_forget_the_last_one(side, monkey
     assert side.client is second, "not more often than RETRY_S"
 
 
+def test_waiting_for_the_next_gateway_is_shown_as_off(side, monkeypatch):
+    """It tries anew every second; what is shown would be 0 but for moments."""
+    side._settings = ConnectorSettings(reconnect=True)
+    assert side.take_stats()["now"]["off"] == 0
+    monkeypatch.setattr(side.client, "off", True)
+    monkeypatch.setattr(side.client, "ended", True)
+    side.build_meta(output_of())
+    joined, side.client.welcome = side.client.welcome, None
+    assert side.client.again
+    assert side.take_stats()["now"]["off"] == 1
+    side.client.welcome = joined
+    assert side.take_stats()["now"]["off"] == 0
+
+
 def test_lookups_stay_off_without_reconnect(side, monkeypatch):
     first = side.client
     monkeypatch.setattr(first, "off", True)
