@@ -139,6 +139,13 @@ def test_unknown_kinds_of_cache_are_refused(vllm):
         engine_of(vllm, groups_of(vllm, attention(vllm), local))
 
 
+def test_layers_that_see_later_tokens_are_refused(vllm):
+    """VLLM turns its own prefix caching off then, and keeps hashing for connectors."""
+    config = groups_of(vllm, attention(vllm), attention(vllm, non_causal=True))
+    with pytest.raises(ConfigError, match=r"model.layers.1.x attends to later tokens"):
+        engine_of(vllm, config)
+
+
 def test_other_windows_are_other_namespaces(vllm):
     facts = [
         engine_of(vllm, groups_of(vllm, attention(vllm), spec)).facts

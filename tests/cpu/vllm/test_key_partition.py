@@ -8,6 +8,7 @@ many is a cache that forgets at every restart.
 import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -76,6 +77,12 @@ def adapter(path, name="a"):
     return LoRARequest(name, 1, str(path))
 
 
+def media(**facts):
+    """Return a function that makes the model a multimodal one."""
+    usual = {"mm_processor_cache_gb": 4, "mm_processor_kwargs": None, "video_pruning_rate": None}
+    return put("model_config.multimodal_config", SimpleNamespace(**(usual | facts)))
+
+
 ENGINE = {
     "key_namespace": {"settings": {"key_namespace": "b"}},
     "chunk size": {"settings": {"chunk_size": 128}},
@@ -100,6 +107,9 @@ ENGINE = {
     "draft model": {
         "mutate": put("speculative_config", type("S", (), {"model": "d", "method": "eagle"}))
     },
+    "image processor": {"mutate": media(mm_processor_kwargs={"num_crops": 4})},
+    "video pruning": {"mutate": media(video_pruning_rate=0.5, video_pruning_method="evs")},
+    "image encoder": {"mutate": media(mm_encoder_attn_dtype="fp8")},
     "format version": {"patches": {"FORMAT_VERSION": 2}},
     "byte order": {"patches": {"sys": type("S", (), {"byteorder": "big"})}},
     "Python, where it pickles": {
@@ -116,6 +126,9 @@ def test_engine_fact_changes_every_key(folder, base, changed):
 
 
 SAME = {
+    "multimodal, nothing set": {"mutate": media()},
+    "multimodal, cache size": {"mutate": media(mm_processor_cache_gb=0)},
+    "written by a loaded MiniMax-M2": {"mutate": put("model_config.hf_config.max_model_len", 77)},
     "engine_id": {"process": {"engine_id": "two"}},
     "pid": {"process": {"pid": 4711}},
     "request id": {"process": {"request_id": "another"}},
@@ -190,6 +203,56 @@ def test_adapter_counts_by_its_content(folder, tmp_path):
     assert keys(Setup(folder, request={"lora_request": adapter(tmp_path)})) == before
     weights(tmp_path, 2.0)
     assert keys(Setup(folder, request={"lora_request": adapter(tmp_path)})).isdisjoint(before)
+
+
+def test_adapter_counts_by_what_scales_its_weights(folder, tmp_path):
+    weights(tmp_path, 1.0)
+    found = []
+    for alpha in (16, 32):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": alpha}))
+        found.append(keys(Setup(folder, request={"lora_request": adapter(tmp_path)})))
+    assert found[0].isdisjoint(found[1])
+
+
+def test_length_counts_with_long_rope(tmp_path):
+    """Longer than the model was first trained on, and vLLM takes the long factors for all."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 32,
+        "long_factor": [4.0] * 32,
+        "original_max_position_embeddings": 512,
+    }
+    folder = model(tmp_path / "m", rope_parameters=rope, max_position_embeddings=2048)
+    short, long = (keys(Setup(folder, engine={"max_model_len": n})) for n in (512, 1024))
+    assert short.isdisjoint(long)
+
+
+def without_prefix_caching(*changes):
+    def mutate(config):
+        for change in (put("cache_config.enable_prefix_caching", False), *changes):
+            change(config)
+
+    return mutate
+
+
+@pytest.mark.parametrize(
+    ("mutate", "message"),
+    [
+        (without_prefix_caching(media(mm_processor_cache_gb=0)), "names images by a number"),
+        (without_prefix_caching(put("model_config.runner_type", "pooling")), "every token"),
+        (put("model_config.is_diffusion", True), "diffusion"),
+        (put("model_config.enable_sleep_mode", True), "sleep mode"),
+    ],
+)
+def test_what_block_hashes_do_not_tell_is_refused(folder, mutate, message):
+    with pytest.raises(ConfigError, match=message):
+        keys(Setup(folder, mutate=mutate))
+
+
+@pytest.mark.parametrize("mutate", [without_prefix_caching(), without_prefix_caching(media())])
+def test_prefix_caching_may_be_off_where_hashes_tell_all(folder, base, mutate):
+    assert keys(Setup(folder, mutate=mutate)) == base
 
 
 def test_weights_and_config_of_a_folder_change_every_key(tmp_path):
