@@ -270,6 +270,7 @@ def _facts(
     algorithm = str(cache.prefix_caching_hash_algo)
     folder = Path(str(model.model))
     config = _config_text(model.hf_config)
+    online = getattr(model, "quantization_config", None)  # of weights, when they are loaded
     dummy = str(vllm_config.load_config.load_format) == "dummy"
     return {
         "format": FORMAT_VERSION,
@@ -296,6 +297,7 @@ def _facts(
         # LongRoPE has other factors where the longest sequence is longer.
         **({"max_model_len": int(model.max_model_len)} if '"longrope"' in config else {}),
         **_media_facts(getattr(model, "multimodal_config", None)),
+        **({"quantization_config": str(online)} if online else {}),
         **dcp_facts(parallel),
     }
 

@@ -83,6 +83,17 @@ def media(**facts):
     return put("model_config.multimodal_config", SimpleNamespace(**(usual | facts)))
 
 
+def quantized(name):
+    """Return a function that has weights quantized at load, by --quantization-config."""
+
+    def mutate(config):
+        from vllm.config.quantization import resolve_quantization_config
+
+        put("model_config.quantization_config", resolve_quantization_config(name, None))(config)
+
+    return mutate
+
+
 ENGINE = {
     "key_namespace": {"settings": {"key_namespace": "b"}},
     "chunk size": {"settings": {"chunk_size": 128}},
@@ -91,6 +102,7 @@ ENGINE = {
     "commit": {"mutate": put("model_config.hf_config._commit_hash", "abc")},
     "dtype": {"engine": {"dtype": "bfloat16"}},
     "quantization": {"mutate": put("model_config.quantization", "fp8")},
+    "quantization of linear layers": {"mutate": quantized("fp8_per_tensor")},
     "KV dtype, as set": {"mutate": put("cache_config.cache_dtype", "fp8_e5m2")},
     "KV dtype, as stored": {"dtype": torch.bfloat16},
     "rope through --hf-overrides": {"engine": {"hf_overrides": {"rope_theta": 5e5}}},
@@ -262,6 +274,14 @@ def test_weights_and_config_of_a_folder_change_every_key(tmp_path):
     assert tuned.isdisjoint(first)
     assert keys(Setup(model(tmp_path / "m", rope_theta=5e5))).isdisjoint(first)
     assert keys(Setup(model(tmp_path / "n"))).isdisjoint(first)
+
+
+def test_ways_to_quantize_weights_at_load_differ(folder):
+    """All that --quantization online says; the same in every process."""
+    names = ["fp8_per_tensor", "fp8_per_tensor", "fp8_per_block"]
+    one, again, other = (keys(Setup(folder, mutate=quantized(name))) for name in names)
+    assert one == again
+    assert one.isdisjoint(other)
 
 
 def test_seed_of_dummy_weights_changes_every_key(folder):
