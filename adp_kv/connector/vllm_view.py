@@ -307,6 +307,7 @@ def _media_facts(media: Any) -> dict[str, object]:
     pruning = getattr(media, "video_pruning_rate", None)
     told = {
         "processor": getattr(media, "mm_processor_kwargs", None) or None,
+        "decoder": getattr(media, "media_io_kwargs", None) or None,  # a client may name a video
         "pruning": [pruning, str(getattr(media, "video_pruning_method", None))]
         if pruning
         else None,

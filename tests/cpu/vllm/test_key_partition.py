@@ -120,6 +120,7 @@ ENGINE = {
         "mutate": put("speculative_config", type("S", (), {"model": "d", "method": "eagle"}))
     },
     "image processor": {"mutate": media(mm_processor_kwargs={"num_crops": 4})},
+    "video decoder": {"mutate": media(media_io_kwargs={"video": {"num_frames": 8}})},
     "video pruning": {"mutate": media(video_pruning_rate=0.5, video_pruning_method="evs")},
     "image encoder": {"mutate": media(mm_encoder_attn_dtype="fp8")},
     "format version": {"patches": {"FORMAT_VERSION": 2}},
@@ -274,6 +275,8 @@ def test_weights_and_config_of_a_folder_change_every_key(tmp_path):
     assert tuned.isdisjoint(first)
     assert keys(Setup(model(tmp_path / "m", rope_theta=5e5))).isdisjoint(first)
     assert keys(Setup(model(tmp_path / "n"))).isdisjoint(first)
+    (tmp_path / "m" / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+    assert keys(Setup(model(tmp_path / "m"))).isdisjoint(first)
 
 
 def test_ways_to_quantize_weights_at_load_differ(folder):
