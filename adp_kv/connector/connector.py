@@ -167,8 +167,13 @@ class AdpConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
         self.scheduler.bind_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        """Ask early what is stored."""
-        self.scheduler.on_new_request(request)
+        """Ask early what is stored; not for a streaming session, which the cache leaves alone.
+
+        VLLM drops the last token of each of its turns: keys built from its hashes would name
+        other tokens than its blocks hold (0.25 keeps such hashes, 0.32 takes them back).
+        """
+        if not getattr(request, "resumable", False):
+            self.scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

@@ -11,6 +11,7 @@ Both are found in addresses and strides; padding is never part of a page.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -82,6 +83,11 @@ def _check_kind(name: str, spec: Any) -> None:
         raise ConfigError(
             f"layer {name} has a cache of kind {kind}: full attention, MLA, sliding windows and "
             "recurrent states are available in this release of adp-kv"
+        )
+    if getattr(spec, "non_causal", False):
+        raise ConfigError(
+            f"layer {name} attends to later tokens too: what it keeps of a prefix depends on what "
+            "follows, which no key tells; not available in this release of adp-kv"
         )
     if kind == _STATE and spec.mamba_cache_mode == "none":
         raise ConfigError(
@@ -205,9 +211,39 @@ def _slices(spec: Any, vllm_config: Any, tp_rank: int) -> tuple[int, int, int, i
         heads = None
     else:
         total = int(vllm_config.model_config.get_total_num_kv_heads())
-        if max(1, total // tp_size) == spec.num_kv_heads:
+        if max(1, total // tp_size) == spec.num_kv_heads and _num_kv_heads(vllm_config) <= {total}:
             heads = total
     return head_slices(tp_rank, tp_size, heads, token_shards)
+
+
+def _num_kv_heads(vllm_config: Any) -> set[int]:
+    """Return the numbers of KV heads that layers have, as far as configs name them.
+
+    A layer's spec says how many a rank has: one, of 4 heads as of 8 on 8 ranks. VLLM's number is
+    that of most layers, or of one kind of them (MiMo-V2: its windows have twice as many).
+    """
+    speculative = getattr(vllm_config, "speculative_config", None)
+    models = [vllm_config.model_config, getattr(speculative, "draft_model_config", None)]
+    configs = [getattr(model, "hf_text_config", None) for model in models]
+    return set().union(*(_named_kv_heads(config.to_dict()) for config in configs if config))
+
+
+def _named_kv_heads(config: Mapping[Any, Any]) -> set[int]:
+    found: set[int] = set()
+    for key, value in config.items():
+        name = str(key)
+        if isinstance(value, Mapping):
+            found |= set() if _OTHER_TOWERS.search(name) else _named_kv_heads(value)
+        elif name == "block_configs" and value:  # each layer's own, as parts of its heads
+            found.add(-1)
+        elif _KV_HEADS.search(name):
+            numbers = value if isinstance(value, list) else [value]
+            found |= {number for number in numbers if isinstance(number, int) and number}
+    return found
+
+
+_KV_HEADS = re.compile("key_value_heads|kv_heads|n_head_kv|attention_groups|query_group_num")
+_OTHER_TOWERS = re.compile("vision|audio|video")
 
 
 def _layout(cache: torch.Tensor | Sequence[torch.Tensor], spec: Any) -> str:

@@ -239,6 +239,8 @@ class WorkerSide:
     def _begin(self, meta: AdpMetadata) -> Step:
         """Return the step of this metadata; start_load may come after the layers' hooks."""
         if self._step is None or self._step.meta is not meta:
+            if self._step is not None:  # V1 with drafts ends no step of the stages before the last
+                self.finish_step(self._step.meta)
             self._step = Step(meta)
             if meta.save:
                 self._begin_save(self._step, meta.save)
@@ -276,7 +278,8 @@ class WorkerSide:
         if restore.failed_chunks.any():
             step.lost = not self._engine.undoable
             self._on_failed_restore(step.meta, restore)
-            self._drop_save(step)
+            step.unsaved = {}
+            self._drop(step.save.values(), "restore_failed", "the restore of this step failed")
 
     def _on_failed_restore(self, meta: AdpMetadata, job: Job) -> None:
         if not self._engine.undoable:
@@ -328,10 +331,6 @@ class WorkerSide:
             step.unproven[part] = job.unproven(step.unproven.get(part, []))
         return any(step.unproven.values())
 
-    def _drop_save(self, step: Step) -> None:
-        step.unsaved = {}
-        self._drop(step.save.values(), "restore_failed", "the restore of this step failed")
-
     def _drop(self, jobs: Iterable[Job], reason: str, told: str) -> None:
         """Give up a step's save, or what of it is late; reason is the label of its count."""
         for job in jobs:
@@ -343,6 +342,12 @@ class WorkerSide:
     def finish_step(self, meta: AdpMetadata) -> None:
         """Save what is left of the step, as one request a part."""
         step = self._begin(meta)
+        self._settle(step)
+        if step.unsaved and not step.lost:
+            self._save_rest(step)
+
+    def _settle(self, step: Step) -> None:
+        """Learn what became of the step's restore, once its layers have computed."""
         if step.lost:  # vLLM comes here on its way out too
             return
         if step.unfenced:
@@ -356,8 +361,7 @@ class WorkerSide:
         for part, job in step.restore.items():
             job.wait_proven(step.unproven.pop(part, []))
             self._note_failure(step, job)
-        if step.unsaved:
-            self._save_rest(step)
+        step.restore = {}
 
     def _save_rest(self, step: Step) -> None:
         mark = self.client.mover.mark()
@@ -416,7 +420,9 @@ class WorkerSide:
         return failed
 
     def take_failed_blocks(self) -> set[int]:
-        """Return blocks that were not restored, once."""
+        """Return blocks that were not restored, once; V1 with drafts asks before the step ends."""
+        if self._step is not None:
+            self._settle(self._step)
         blocks, self._failed_blocks = self._failed_blocks, set()
         return blocks
 
@@ -433,8 +439,7 @@ class WorkerSide:
             report.saved_steps[step] = 1
             if any(job.abandoned for job in jobs):
                 report.unsaved_steps.add(step)
-        meta = self._step.meta if self._step is not None else None
-        if meta is not None and self._failed_step > meta.acknowledged_failure:
+        if self._step is not None and self._failed_step > self._step.meta.acknowledged_failure:
             report.failed_step = self._failed_step
         if self._client is not None and self._client.off and not self._reported_off:
             self._reported_off = True

@@ -133,8 +133,11 @@ class Fanout:
                 part, and the transfer fails on all ranks.
             after: mark before which no page may be touched.
 
+        Returns:
+            A ticket, of a transfer that has failed too: it ends when no page is touched any more.
+
         Raises:
-            ExchangeError: This rank's group can't be used any more.
+            ExchangeError: This rank's group can't be used any more, and nothing was queued.
         """
         source, problem = None, None
         if copy is not None:
@@ -144,13 +147,20 @@ class Fanout:
                 problem = str(error)
         limits = (self._settings.buffer_bytes, self._settings.max_pages)
         turn = self._count % len(self.ranks)  # exchanges so far: equal on every rank, see above
-        flights = []
-        for piece in make_pieces(shape, len(self.ranks), *limits, turn):
-            self._make_room()
-            with self._lock:
-                flights.append(self._queue(label, piece, source, after))
-                if problem is not None:
-                    flights[-1].problem = problem
+        flights: list[_Flight] = []
+        try:
+            for piece in make_pieces(shape, len(self.ranks), *limits, turn):
+                self._make_room()
+                with self._lock:
+                    flights.append(self._queue(label, piece, source, after))
+                    if problem is not None:
+                        flights[-1].problem = problem
+        except ExchangeError as error:
+            if not flights:
+                raise
+            # Pieces before are queued, and once aborted the device scatters whatever lies in
+            # their buffers: the pages are in use until they have ended. check() ends the client.
+            flights.insert(0, _Flight(-1, label, 0.0, problem=str(error), ended=True))
         return FanoutTicket(self, flights)
 
     def _queue(

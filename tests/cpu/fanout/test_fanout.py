@@ -240,6 +240,36 @@ def test_queue_never_gets_deeper_than_max_ahead():
     assert len(members.exchanges[0].calls) == SMALL.max_ahead
 
 
+def test_transfer_that_is_cut_off_ends_only_when_no_page_is_touched_any_more():
+    """An absent rank, many exchanges ahead: what was queued before the error still scatters."""
+    now = iter(range(10_000))  # every look at the clock takes a second
+    members = Members(2, clock=lambda: float(next(now)))
+    _, _, shape, copies = simple(members)
+    for number in (1, 2):  # two pieces each
+        members.fanouts[0].restore((number, 7), shape, copies[0], None)
+    slots, pages = np.arange(100, 160), np.arange(300, 300 + 180)
+    large = shape_of(slots, 3, 100)  # three pieces: there is room for two
+    copy = members.copies(slots, pages, large)[0]
+    ticket = members.fanouts[0].restore((3, 7), large, copy, None)
+    assert len(members.exchanges[0].calls) == SMALL.max_ahead
+    assert members.exchanges[0].aborted
+    with pytest.raises(TransferError, match="did not end"):
+        ticket.proven()
+    assert not ticket.done(), "the device has not scattered yet"
+    before = members.pages(0, pages, large).copy()
+    ticket.fence()
+    seen = []
+    members.devices[0].main.add(lambda: seen.append(members.pages(0, pages, large).copy()))
+    members.step()
+    after = members.pages(0, pages, large)
+    assert not np.array_equal(before, after), "nothing was scattered: this proves nothing"
+    assert np.array_equal(seen, [after]), "what comes after the fence was overwritten"
+    with pytest.raises(TransferError, match="did not end"):
+        ticket.done()
+    with pytest.raises(ExchangeError, match="did not end"):
+        members.fanouts[0].check()
+
+
 def test_fence_of_what_has_ended_waits_for_nothing_newer():
     """Events are used again: an old ticket must not wait for an exchange that is not complete."""
     members = Members(2)

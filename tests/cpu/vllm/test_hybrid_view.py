@@ -139,6 +139,13 @@ def test_unknown_kinds_of_cache_are_refused(vllm):
         engine_of(vllm, groups_of(vllm, attention(vllm), local))
 
 
+def test_layers_that_see_later_tokens_are_refused(vllm):
+    """VLLM turns its own prefix caching off then, and keeps hashing for connectors."""
+    config = groups_of(vllm, attention(vllm), attention(vllm, non_causal=True))
+    with pytest.raises(ConfigError, match=r"model.layers.1.x attends to later tokens"):
+        engine_of(vllm, config)
+
+
 def test_other_windows_are_other_namespaces(vllm):
     facts = [
         engine_of(vllm, groups_of(vllm, attention(vllm), spec)).facts
@@ -151,12 +158,18 @@ def test_other_windows_are_other_namespaces(vllm):
     assert len({str(one) for one in facts}) == 3
 
 
-def caches_of(vllm, tensors, spec, tp_size=1, tp_rank=0):
+def model_of(num_kv_heads, text):
+    config = SimpleNamespace(to_dict=lambda: text)
+    return SimpleNamespace(get_total_num_kv_heads=lambda: num_kv_heads, hf_text_config=config)
+
+
+def caches_of(vllm, tensors, spec, tp_size=1, tp_rank=0, text=None, draft=None):
     config = groups_of(vllm, spec)
     parts = vllm.caches.view_parts(config, spec.block_size)
     vllm_config = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2),
+        model_config=model_of(2, {"num_key_value_heads": 2} | (text or {})),
+        speculative_config=draft and SimpleNamespace(draft_model_config=model_of(0, draft)),
     )
     (cache,) = vllm.caches.view_caches(
         {"model.layers.0.x": tensors}, vllm_config, config, parts, tp_rank
@@ -204,3 +217,34 @@ def test_attention_page_padded_to_a_state_s_is_used_without_the_padding(vllm):
     tensor = vllm.torch.as_strided(pool, (10, 2, 32, 128), (10240, 4096, 128, 1))
     cache = caches_of(vllm, tensor, spec)
     assert (cache.page_bytes, cache.block_stride_bytes) == (16384, 20480)
+
+
+def heads_of(vllm, num_heads, **more):
+    """Return (slice, slices, replica) of rank 3 of 4, with as many heads a rank in the spec."""
+    spec = attention(vllm, num_kv_heads=num_heads)
+    tensor = vllm.torch.zeros(10, 32, num_heads, 128, dtype=vllm.torch.bfloat16)
+    cache = caches_of(vllm, tensor, spec, tp_size=4, tp_rank=3, **more)
+    return cache.slice_idx, cache.num_slices, cache.replica_idx
+
+
+def test_fewer_heads_than_ranks_are_stored_once_each(vllm):
+    assert heads_of(vllm, 1) == (1, 2, 1)
+    assert heads_of(vllm, 1, draft={"num_key_value_heads": 2}) == (1, 2, 1)
+    other_tower = {"vision_config": {"num_key_value_heads": 16}, "id2label": {0: "a"}}
+    assert heads_of(vllm, 1, text=other_tower) == (1, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"text": {"swa_num_key_value_heads": 4}},  # MiMo-V2
+        {"text": {"attention_other_setting": {"num_attention_groups": 4}}},  # Step-3.5
+        {"text": {"num_kv_heads": [2, 2, 4]}},  # OpenELM
+        {"text": {"block_configs": [{"attention": {"n_heads_in_group": 4}}]}},  # Nemotron-NAS
+        {"draft": {"num_key_value_heads": 4}},
+    ],
+)
+def test_ranks_are_nobody_s_replicas_where_layers_differ_in_heads(vllm, more):
+    """A rank's one head may be one of 2 or of 4: ranks 2 and 3 then hold different bytes."""
+    assert heads_of(vllm, 1, **more) == (3, 4, 0)
+    assert heads_of(vllm, 2, **more) == (3, 4, 0)

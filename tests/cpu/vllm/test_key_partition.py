@@ -8,6 +8,7 @@ many is a cache that forgets at every restart.
 import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -76,6 +77,23 @@ def adapter(path, name="a"):
     return LoRARequest(name, 1, str(path))
 
 
+def media(**facts):
+    """Return a function that makes the model a multimodal one."""
+    usual = {"mm_processor_cache_gb": 4, "mm_processor_kwargs": None, "video_pruning_rate": None}
+    return put("model_config.multimodal_config", SimpleNamespace(**(usual | facts)))
+
+
+def quantized(name):
+    """Return a function that has weights quantized at load, by --quantization-config."""
+
+    def mutate(config):
+        from vllm.config.quantization import resolve_quantization_config
+
+        put("model_config.quantization_config", resolve_quantization_config(name, None))(config)
+
+    return mutate
+
+
 ENGINE = {
     "key_namespace": {"settings": {"key_namespace": "b"}},
     "chunk size": {"settings": {"chunk_size": 128}},
@@ -84,6 +102,7 @@ ENGINE = {
     "commit": {"mutate": put("model_config.hf_config._commit_hash", "abc")},
     "dtype": {"engine": {"dtype": "bfloat16"}},
     "quantization": {"mutate": put("model_config.quantization", "fp8")},
+    "quantization of linear layers": {"mutate": quantized("fp8_per_tensor")},
     "KV dtype, as set": {"mutate": put("cache_config.cache_dtype", "fp8_e5m2")},
     "KV dtype, as stored": {"dtype": torch.bfloat16},
     "rope through --hf-overrides": {"engine": {"hf_overrides": {"rope_theta": 5e5}}},
@@ -100,6 +119,10 @@ ENGINE = {
     "draft model": {
         "mutate": put("speculative_config", type("S", (), {"model": "d", "method": "eagle"}))
     },
+    "image processor": {"mutate": media(mm_processor_kwargs={"num_crops": 4})},
+    "video decoder": {"mutate": media(media_io_kwargs={"video": {"num_frames": 8}})},
+    "video pruning": {"mutate": media(video_pruning_rate=0.5, video_pruning_method="evs")},
+    "image encoder": {"mutate": media(mm_encoder_attn_dtype="fp8")},
     "format version": {"patches": {"FORMAT_VERSION": 2}},
     "byte order": {"patches": {"sys": type("S", (), {"byteorder": "big"})}},
     "Python, where it pickles": {
@@ -116,6 +139,9 @@ def test_engine_fact_changes_every_key(folder, base, changed):
 
 
 SAME = {
+    "multimodal, nothing set": {"mutate": media()},
+    "multimodal, cache size": {"mutate": media(mm_processor_cache_gb=0)},
+    "written by a loaded MiniMax-M2": {"mutate": put("model_config.hf_config.max_model_len", 77)},
     "engine_id": {"process": {"engine_id": "two"}},
     "pid": {"process": {"pid": 4711}},
     "request id": {"process": {"request_id": "another"}},
@@ -192,6 +218,56 @@ def test_adapter_counts_by_its_content(folder, tmp_path):
     assert keys(Setup(folder, request={"lora_request": adapter(tmp_path)})).isdisjoint(before)
 
 
+def test_adapter_counts_by_what_scales_its_weights(folder, tmp_path):
+    weights(tmp_path, 1.0)
+    found = []
+    for alpha in (16, 32):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": alpha}))
+        found.append(keys(Setup(folder, request={"lora_request": adapter(tmp_path)})))
+    assert found[0].isdisjoint(found[1])
+
+
+def test_length_counts_with_long_rope(tmp_path):
+    """Longer than the model was first trained on, and vLLM takes the long factors for all."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 32,
+        "long_factor": [4.0] * 32,
+        "original_max_position_embeddings": 512,
+    }
+    folder = model(tmp_path / "m", rope_parameters=rope, max_position_embeddings=2048)
+    short, long = (keys(Setup(folder, engine={"max_model_len": n})) for n in (512, 1024))
+    assert short.isdisjoint(long)
+
+
+def without_prefix_caching(*changes):
+    def mutate(config):
+        for change in (put("cache_config.enable_prefix_caching", False), *changes):
+            change(config)
+
+    return mutate
+
+
+@pytest.mark.parametrize(
+    ("mutate", "message"),
+    [
+        (without_prefix_caching(media(mm_processor_cache_gb=0)), "names images by a number"),
+        (without_prefix_caching(put("model_config.runner_type", "pooling")), "every token"),
+        (put("model_config.is_diffusion", True), "diffusion"),
+        (put("model_config.enable_sleep_mode", True), "sleep mode"),
+    ],
+)
+def test_what_block_hashes_do_not_tell_is_refused(folder, mutate, message):
+    with pytest.raises(ConfigError, match=message):
+        keys(Setup(folder, mutate=mutate))
+
+
+@pytest.mark.parametrize("mutate", [without_prefix_caching(), without_prefix_caching(media())])
+def test_prefix_caching_may_be_off_where_hashes_tell_all(folder, base, mutate):
+    assert keys(Setup(folder, mutate=mutate)) == base
+
+
 def test_weights_and_config_of_a_folder_change_every_key(tmp_path):
     first = keys(Setup(model(tmp_path / "m")))
     assert keys(Setup(model(tmp_path / "m"))) == first
@@ -199,6 +275,16 @@ def test_weights_and_config_of_a_folder_change_every_key(tmp_path):
     assert tuned.isdisjoint(first)
     assert keys(Setup(model(tmp_path / "m", rope_theta=5e5))).isdisjoint(first)
     assert keys(Setup(model(tmp_path / "n"))).isdisjoint(first)
+    (tmp_path / "m" / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+    assert keys(Setup(model(tmp_path / "m"))).isdisjoint(first)
+
+
+def test_ways_to_quantize_weights_at_load_differ(folder):
+    """All that --quantization online says; the same in every process."""
+    names = ["fp8_per_tensor", "fp8_per_tensor", "fp8_per_block"]
+    one, again, other = (keys(Setup(folder, mutate=quantized(name))) for name in names)
+    assert one == again
+    assert one.isdisjoint(other)
 
 
 def test_seed_of_dummy_weights_changes_every_key(folder):

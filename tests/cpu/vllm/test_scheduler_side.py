@@ -462,3 +462,25 @@ def test_what_waits_is_picked_once_whatever_a_lookup_says_meanwhile(waiting):
     assert [block.ref_cnt for block in waiting.saves.pool.blocks[1:3]] == [1, 1]
     (save,) = waiting.build_meta(output_of()).save
     assert save.blocks.tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_streaming_session_is_left_alone(side, resumable):
+    """Between its turns vLLM takes back a token that its block hashes may have named already."""
+    with warnings.catch_warnings():  # vLLM's and torch's own
+        warnings.simplefilter("ignore")
+        from adp_kv.connector import AdpConnector
+    side.client.ask = lambda chunks, _timeout_s: LookupTicket(len(chunks), deadline=0.0)
+    connector = object.__new__(AdpConnector)
+    connector._scheduler = side
+    request = request_of(2 * CHUNK, CHUNK)
+    request.resumable = resumable
+    connector.on_new_request(request)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    connector.update_state_after_alloc(request, SimpleNamespace(blocks=([],)), 0)
+    new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=([1, 2, 3, 4],))
+    connector.build_connector_meta(output_of([new], {"r": CHUNK}))
+    connector.request_finished(request, [1, 2, 3, 4])
+    idle = connector.build_connector_meta(output_of())  # in which whatever waits goes out
+    assert bool(idle.save) is not resumable
+    assert side.has_pending_saves is not resumable

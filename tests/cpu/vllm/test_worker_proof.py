@@ -173,3 +173,41 @@ def test_fanout_is_off_where_ranks_share_tokens(side, monkeypatch, caplog, tp_ra
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == lines
     assert all("fan-out is off" in t and "context_parallel_size = 2" in t for t in told)
+
+
+def test_bytes_found_wrong_are_told_before_vllm_takes_the_step_s_tokens(side):
+    """Runner V1 with speculative decoding asks first and ends the step after its drafts."""
+    meta = meta_of()
+    compute(side, meta)
+    for ticket in side.client.tickets:
+        ticket.state = True
+    side.client.tickets[-1].state = TransferError("rank 1 could not copy its share")
+    side.client.counts, side.client.ended = {}, False
+    assert side.take_failed_blocks() == {3}
+    assert side.take_report().failed_step == 6
+    side.finish_step(meta)
+    assert side.take_failed_blocks() == set(), "the same is told twice"
+    assert not side.client.saves
+
+
+def test_layer_that_computed_too_early_is_told_before_vllm_takes_the_step_s_tokens(side):
+    meta = meta_of()
+    side.start_load(meta, HOOKS)
+    for ticket in side.client.tickets:
+        ticket.state = True
+    side.wait_layer(meta, "l.0.attn")  # and not l.1.attn
+    assert side.take_failed_blocks() == {3}
+    assert side._hooked == {0}
+
+
+def test_step_that_vllm_never_ends_is_saved_by_the_next(side):
+    """Runner V1 with speculative decoding ends no step on a pipeline stage before the last."""
+    meta = meta_of()
+    compute(side, meta)
+    for ticket in side.client.tickets:
+        ticket.state = True
+    assert side.take_failed_blocks() == set()
+    assert not side.client.saves
+    side.start_load(worker_module().AdpMetadata(step=7), HOOKS)
+    ((job, saved),) = side.client.saves
+    assert (job.number, saved) == (6, [0, 1, 8, 9])
