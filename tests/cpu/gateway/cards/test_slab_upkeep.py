@@ -1,6 +1,8 @@
 """What a slab card does in the background: compaction and scrubbing, on a card in use."""
 
+import math
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,9 +10,14 @@ import pytest
 from adp_kv.errors import CardError
 from gateway.cards import slab_upkeep
 from gateway.cards.base import Status
+from gateway.cards.group_facts import Rules
+from gateway.cards.groups import GroupTable
 from gateway.cards.slab_format import DATA_OFFSET
+from gateway.cards.slab_scrub import Scrubber
+from gateway.cards.slots import SlotTable
 from tests.support.cards import Arena, slab_card
 from tests.support.chunks import Chunks
+from tests.support.clock import FakeClock
 from tests.support.process import wait_until
 
 SLOT_BYTES = 4096
@@ -105,6 +112,24 @@ def test_scrub_keeps_to_its_rate(make, monkeypatch):
     wait_until(lambda: driver.card.stats()["scrubbed_bytes"] >= 15 * chunks.length, 10, "scrubbed")
     monkeypatch.undo()
     assert sum(p for p in pauses if p) >= 0.5 * 14 * chunks.length / 1000
+
+
+def test_large_card_with_few_values_is_not_looked_through_without_a_pause():
+    """Some million rows of an index take a second of CPU: one a pass, not one in two."""
+    num_slots, rate = 1 << 17, 1 << 20
+    table = SlotTable(num_slots, GroupTable(Rules(num_slots, 0.0, 60.0), FakeClock(), FakeClock()))
+    stop, pauses = threading.Event(), []
+    stop.wait = lambda s=None: pauses.append(s) or False
+    scrubber = Scrubber([SimpleNamespace(table=table)], SLOT_BYTES, None, stop)
+    while scrubber.step(rate):
+        pass
+    assert scrubber.num_passes == 1
+    assert sum(pauses) >= 2 * num_slots * 16 / rate
+    assert len(pauses) <= 2 * num_slots / 1024  # nor in too many steps
+    pauses.clear()
+    while scrubber.step(math.inf):  # by `card verify`
+        pass
+    assert not any(pauses)
 
 
 def test_scrub_that_a_closing_card_refuses_is_no_failure(make, monkeypatch, caplog):
