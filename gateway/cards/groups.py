@@ -40,6 +40,7 @@ _NOBODY: Final[GroupRows] = np.empty(0, dtype=np.int64)
 _SMALL_SHARE: Final = 0.1
 _TAKE_ROWS: Final = 256
 _FIRST_ROWS: Final = 64
+_MOST_STALE: Final = 1024  # entries of a queue, beyond twice the groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,11 @@ class GroupTable:
         self._facts["stamp"][rows] = stamps
         self._facts["main"][rows] = stage is Stage.MAIN
         self._move(rows, stage)
-        self._queues[stage].push(rows, stamps)
+        queue = self._queues[stage]
+        queue.push(rows, stamps)
+        # Groups that went without being chosen, expired ones say, are in it still.
+        if len(queue) > 2 * len(self) + _MOST_STALE:
+            queue.tidy(self._facts["stamp"])
 
     def _move(self, rows: GroupRows, stage: Stage) -> None:
         counts = self._slots[rows]
