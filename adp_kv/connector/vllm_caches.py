@@ -83,6 +83,11 @@ def _check_kind(name: str, spec: Any) -> None:
             f"layer {name} has a cache of kind {kind}: full attention, MLA, sliding windows and "
             "recurrent states are available in this release of adp-kv"
         )
+    if getattr(spec, "non_causal", False):
+        raise ConfigError(
+            f"layer {name} attends to later tokens too: what it keeps of a prefix depends on what "
+            "follows, which no key tells; not available in this release of adp-kv"
+        )
     if kind == _STATE and spec.mamba_cache_mode == "none":
         raise ConfigError(
             f"layer {name} has a recurrent state of which vLLM keeps no copies at block boundaries "

@@ -101,6 +101,7 @@ def view_engine(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSetti
     """
     parallel = vllm_config.parallel_config
     _refuse_scales_of_the_day(vllm_config.cache_config)
+    _refuse_what_hashes_do_not_tell(vllm_config)
     draft_cache = has_draft_cache(vllm_config)
     shards = token_shards(parallel, kv_cache_config, draft_cache=draft_cache)
     block_tokens = common_block_tokens(kv_cache_config, shards)
@@ -160,6 +161,31 @@ def _refuse_scales_of_the_day(cache: Any) -> None:
         raise ConfigError(
             "calculate_kv_scales: every start would store with scales of its own, which the next "
             "one reads wrongly; remove it and use a checkpoint with scales, or scale 1"
+        )
+
+
+def _refuse_what_hashes_do_not_tell(vllm_config: Any) -> None:
+    """Refuse engines in which equal block hashes do not mean that a prefix may be left out."""
+    model = vllm_config.model_config
+    if getattr(model, "is_diffusion", False):
+        raise ConfigError(
+            "a block diffusion model: it may emit tokens whose cache it never wrote; not available "
+            "in this release of adp-kv, remove the connector"
+        )
+    if getattr(vllm_config.cache_config, "enable_prefix_caching", True):
+        return
+    if getattr(model, "runner_type", "generate") == "pooling":
+        raise ConfigError(
+            "prefix caching is off, as vLLM has it where a pooling needs every token of a prompt: "
+            "what is restored would be missing in the result. Set --enable-prefix-caching if this "
+            "pooling needs the last token only, or remove the connector"
+        )
+    media = getattr(model, "multimodal_config", None)
+    if media is not None and not media.mm_processor_cache_gb:
+        raise ConfigError(
+            "prefix caching and the multimodal processor's cache are both off: vLLM then names "
+            "images by a number, which another image has after a restart. Leave one of them on "
+            "(--enable-prefix-caching, or --mm-processor-cache-gb more than 0)"
         )
 
 
@@ -238,6 +264,7 @@ def _facts(
     )
     algorithm = str(cache.prefix_caching_hash_algo)
     folder = Path(str(model.model))
+    config = _config_text(model.hf_config)
     dummy = str(vllm_config.load_config.load_format) == "dummy"
     return {
         "format": FORMAT_VERSION,
@@ -249,7 +276,7 @@ def _facts(
         "dummy_seed": int(model.seed or 0) if dummy else None,
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "config": _config_text(model.hf_config),
+        "config": config,
         "draft": _draft(vllm_config),
         "cache_dtype": str(cache.cache_dtype),
         "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
@@ -261,8 +288,24 @@ def _facts(
         # The default algorithms hash pickled objects, whose bytes are Python's business.
         "python": None if "cbor" in algorithm else platform.python_version_tuple()[:2],
         "byteorder": sys.byteorder,
+        # LongRoPE has other factors where the longest sequence is longer.
+        **({"max_model_len": int(model.max_model_len)} if '"longrope"' in config else {}),
+        **_media_facts(getattr(model, "multimodal_config", None)),
         **dcp_facts(parallel),
     }
+
+
+def _media_facts(media: Any) -> dict[str, object]:
+    """Return what the engine does to every image, of which vLLM hashes only the content."""
+    pruning = getattr(media, "video_pruning_rate", None)
+    told = {
+        "processor": getattr(media, "mm_processor_kwargs", None) or None,
+        "pruning": [pruning, str(getattr(media, "video_pruning_method", None))]
+        if pruning
+        else None,
+        "encoder": getattr(media, "mm_encoder_attn_dtype", None),
+    }
+    return {"media": json.dumps(told, sort_keys=True, default=str)} if any(told.values()) else {}
 
 
 def _config_text(config: Any) -> str:
@@ -271,7 +314,8 @@ def _config_text(config: Any) -> str:
     return json.dumps(told, sort_keys=True, default=lambda value: type(value).__name__)
 
 
-_NOT_OF_THE_BYTES = {"_name_or_path", "_commit_hash", "transformers_version"}
+# max_model_len: MiniMax-M2 writes it there in the workers, once the model is loaded.
+_NOT_OF_THE_BYTES = {"_name_or_path", "_commit_hash", "transformers_version", "max_model_len"}
 
 
 def _draft(vllm_config: Any) -> list[str | None] | None:

@@ -19,7 +19,8 @@ from adp_kv.wire.keys import KEY_BYTES
 FORMAT_VERSION = 1
 """Version of what an object's bytes mean; a new one makes every older object invisible."""
 
-_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "adapter_config.json")
+"""An adapter's config scales its weights (lora_alpha, use_rslora)."""
 _SAMPLE_BYTES = 4096
 _MIN_SAMPLES = 16  # of a file
 _MAX_SAMPLES = 4096  # of a folder, if its files are few

@@ -15,9 +15,8 @@ values wait until the last pass is long enough ago, unless room is short.
 
 Threads. One of its own; round() may be called from any other instead. A database's lock
 is held for one piece at a time, with a pause between two.
-Failure scope. What a journal refuses to note is dropped in memory all the same: replay
-finds the group with its values, or with too few of them, which drops it (see
-`gateway.cards.slab_store`).
+Failure scope. What a journal refuses to note is dropped in memory all the same; nothing is
+written in its place before the journal has it (`gateway.cards.slab_database`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Cards that evict whole chunks, above all: no hit is offered whose load fails."""
 
-import math
 import shutil
-import threading
 
 import numpy as np
 import pytest
 
 from adp_kv.errors import ConfigError
-from gateway.cards import evictor as evictor_module
 from gateway.cards import journal as journal_module
 from gateway.cards.base import Status
 from gateway.cards.journal_records import Kind
@@ -198,85 +195,6 @@ def test_expired_chunk_is_a_miss_at_once(make):
     wait_until(lambda: driver.card.stats()["expired_chunks"] == 1, 5, "it is counted")
     wait_until(lambda: chunks.load(0)[0] == [Status.ABSENT] * 3, 5, "its values are gone")
     chunks.check(1)
-
-
-def test_trickle_of_expired_chunks_does_not_cost_a_pass_each(make):
-    """A pass goes through the whole index: one has to be some time after the last."""
-    driver = make(ttl_s=50.0)
-    clock = groups_of(driver)._wall = FakeClock()
-    evictor, chunks = driver.card._evictor, Chunks(driver)
-    store_all(chunks, [0])
-    evictor._rested_at = math.inf  # the last pass took long
-    clock.advance(60)
-    evictor.round()
-    assert chunks.lookup([0]) == [False]
-    assert driver.card.stats()["expired_chunks"] == 1
-    assert chunks.load(0)[0] == [Status.OK] * 3
-    number = 1
-    while driver.card.stats()["evicted_chunks"] == 0:  # it goes where room is short
-        store_soon(chunks, number)
-        number += 1
-    assert chunks.load(0)[0] == [Status.ABSENT] * 3
-    evictor._rested_at = 0.0
-    clock.advance(60)
-    evictor.round()
-    wait_until(lambda: driver.card.stats()["values"] == 0, 5, "so do the others after the rest")
-    assert evictor._rested_at > 0
-
-
-class WatchedEvent(threading.Event):
-    """Tells who waits for it."""
-
-    def __init__(self, on_wait):
-        super().__init__()
-        self.on_wait = on_wait
-
-    def wait(self, timeout=None):
-        self.on_wait(timeout)
-        return super().wait(timeout)
-
-
-def test_writes_to_a_card_where_nothing_may_go_cost_no_round_each(make):
-    driver = make(hit_grace_s=1000.0)
-    evictor, chunks, rounds = driver.card._evictor, Chunks(driver), []
-    store_all(chunks, range(34))
-    assert all(chunks.lookup(range(34)))
-    resting, go_on = threading.Event(), threading.Event()
-    evictor._stop = WatchedEvent(lambda _: (resting.set(), go_on.wait(20)))
-    for number in range(100, 106):
-        chunks.write(number)
-    try:
-        assert resting.wait(10), "it does not rest"
-        groups = groups_of(driver)
-        choose = groups.choose
-        groups.choose = lambda *args: (rounds.append(1), choose(*args))[1]
-        for _ in range(20):
-            assert Status.NO_SPACE in chunks.write(200)
-        assert not rounds
-    finally:
-        go_on.set()
-    assert all(chunks.lookup(range(34)))
-
-
-def test_pass_lets_others_in_between_two_pieces(make, monkeypatch):
-    """Whoever waits for a lock that is taken again at once may wait for the whole pass."""
-    monkeypatch.setattr(evictor_module, "PIECE_ROWS", 8)
-    driver = make()
-    evictor, chunks, pauses = driver.card._evictor, Chunks(driver), []
-    store_all(chunks, range(20))
-    me = threading.get_ident()
-
-    def note(_):
-        if threading.get_ident() == me:
-            pauses.append([shelf.table.lock.locked() for shelf in evictor._shelves])
-
-    evictor._stop = WatchedEvent(note)
-    victims = evictor._choose(NUM_SLOTS, None)
-    assert victims.size == 20
-    evictor._sweep(victims)
-    pieces = sum(shelf.table.extent[0] // 8 for shelf in evictor._shelves)
-    assert len(pauses) >= pieces + 20 // 8
-    assert not np.any(pauses)
 
 
 def test_quota_evicts_of_its_namespace_alone(make):
