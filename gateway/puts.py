@@ -168,6 +168,8 @@ class PutTable(RequestTable):
         job = self._job_of(request)
         if job is not None:
             np.add.at(job.num_written, request.chunk_of(objects[good]), 1)
+            if job.missing is not None:  # they can't be whole any more: no more of them
+                job.missing[request.chunk_of(objects[~good])] = False
         self._drop(request, batch)
         self.pump()
 
