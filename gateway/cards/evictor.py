@@ -178,14 +178,21 @@ class Evictor:
     def _drop_markers(self, rows: GroupRows, *, going: bool) -> None:
         owners, facts = self._groups.markers(rows)
         for database, mine in by_database(facts["database"], np.arange(owners.size)):
-            shelf, pace = self._shelves[database], Pace(self._stop)
-            for some in _pieces(mine):
+            shelf = self._shelves[database]
+            for some in self._pieces(mine):
                 with shelf.table.lock:
                     # Else it may have been committed anew.
                     gone = some if going else some[~self._groups.committed(owners[some])]
                     keys = np.ascontiguousarray(facts["key"][gone])
                     shelf.drop(keys, shelf.table.marker_of(owners[gone]))
+
+    def _pieces(self, rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        """Cut rows, so that a lock is held for a piece of them at a time."""
+        pace = Pace(self._stop)
+        for start in range(0, rows.size, PIECE_ROWS):
+            if start:
                 pace.pause()
+            yield rows[start : start + PIECE_ROWS]
 
     def _crowded_namespaces(self) -> list[int]:
         return self._groups.over_quota(self._settings.evict_above)
@@ -209,15 +216,14 @@ class Evictor:
 
     def _choose(self, num_slots: int, namespace: int | None) -> GroupRows:
         choice = self._groups.choose(num_slots, namespace)
-        owners, facts = self._groups.markers(choice.promoted)
-        for database, mine in by_database(facts["database"], np.arange(owners.size)):
-            shelf, pace = self._shelves[database], Pace(self._stop)
-            for some in _pieces(mine):
+        for rows in self._pieces(choice.promoted):
+            owners, facts = self._groups.markers(rows)
+            for database, mine in by_database(facts["database"], np.arange(owners.size)):
+                shelf = self._shelves[database]
                 with shelf.table.lock:
-                    there = shelf.table.find(np.ascontiguousarray(facts["key"][some]))
-                    same = there == shelf.table.marker_of(owners[some])
-                    shelf.move_markers(facts[some[same]])
-                pace.pause()
+                    there = shelf.table.find(np.ascontiguousarray(facts["key"][mine]))
+                    same = there == shelf.table.marker_of(owners[mine])
+                    shelf.move_markers(facts[mine[same]])
         return choice.victims
 
     def _is_crowded(self, shelf: Shelf) -> bool:
@@ -255,12 +261,6 @@ class Evictor:
                 removed = shelf.drop(keys[hit], slots[hit])
                 num_bytes += int(lengths[removed].sum(dtype=np.int64))
             start += PIECE_ROWS
-            if pace.pause():
+            if start < extent[0] and pace.pause():
                 break
         return num_bytes
-
-
-def _pieces(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """Cut rows, so that a lock is held for a piece of them at a time."""
-    for start in range(0, rows.size, PIECE_ROWS):
-        yield rows[start : start + PIECE_ROWS]
