@@ -27,6 +27,7 @@ COMPACT_SLACK: Final = 4096
 """Dead records that are never worth a rewrite."""
 
 _TICK_S: Final = 1.0
+_RETRY_S: Final = 60.0  # from a compaction that failed to the next attempt
 
 
 class Upkeep:
@@ -53,6 +54,7 @@ class Upkeep:
         self._settings = settings
         self._submit = submit
         self._compactions = 0
+        self._retry_at: dict[Database, float] = {}
         self._stop = threading.Event()
         self.scrubber = Scrubber(databases, settings.slot_bytes, submit, self._stop)
         self._thread = threading.Thread(target=self._run, name="adp-card-upkeep", daemon=True)
@@ -97,7 +99,14 @@ class Upkeep:
         live = len(database.table)
         if database.journal.num_records - live <= live + COMPACT_SLACK:
             return False
-        pace = Pace(self._stop)
-        done = database.journal.compact(database.table.lock, database.are_live, pace.pause)
+        if time.monotonic() < self._retry_at.get(database, 0.0):
+            return False
+        # Without room the attempt would take what is left from those who append.
+        done = database.journal.has_room(live)
+        if done:
+            pace = Pace(self._stop)
+            done = database.journal.compact(database.table.lock, database.are_live, pace.pause)
+        if not done:
+            self._retry_at[database] = time.monotonic() + _RETRY_S
         self._compactions += done
         return done

@@ -60,6 +60,31 @@ def test_journal_is_compacted_while_in_use(make, monkeypatch):
         chunks.check(n)
 
 
+@pytest.mark.parametrize("why", ["no room", "refused"])
+def test_compaction_that_failed_is_not_tried_again_at_once(make, monkeypatch, why):
+    """An attempt a second would fill a disk that is nearly full again and again."""
+    monkeypatch.setattr(slab_upkeep, "COMPACT_SLACK", 0)
+    monkeypatch.setattr(slab_upkeep, "_TICK_S", 1000.0)
+    driver = make()
+    upkeep, chunks, asked = driver.card._upkeep, Chunks(driver), []
+    for version in range(5):
+        chunks.store(0, version)
+    database = max(driver.card._databases, key=lambda d: d.journal.num_records)
+
+    def refuse(*_):
+        asked.append(1)
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database.journal, "has_room" if why == "no room" else "compact", refuse)
+        for _ in range(3):
+            assert not upkeep.compact(database)
+    assert len(asked) == 1
+    upkeep._retry_at[database] -= slab_upkeep._RETRY_S
+    assert upkeep.compact(database)
+    assert not database.journal.has_room(1 << 60)
+
+
 def test_scrub_finds_damage_before_a_load_does(make, tmp_path, monkeypatch):
     monkeypatch.setattr(slab_upkeep, "_TICK_S", 0.02)
     driver = make(scrub_bytes_per_s=1 << 30)
