@@ -80,6 +80,8 @@ class Journal:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._load()
+            # Of a compaction that a kill ended: it would keep its room for good.
+            path.with_suffix(".tmp").unlink(missing_ok=True)
         except BaseException:
             self.close()
             raise

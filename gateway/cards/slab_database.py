@@ -64,6 +64,7 @@ class Database(Shelf):
         self.dirty_bytes = 0
         self.journal_failures = 0
         self._owed: list[KeyArray] = []
+        self._refused = False
         self._groups = groups
 
     def sync(self) -> None:
@@ -87,8 +88,11 @@ class Database(Shelf):
             self.journal.append(records)
         except OSError as error:
             self.journal_failures += 1
-            _logger.warning("journal: %s", error)
+            if not self._refused:  # a full file system refuses each batch
+                _logger.warning("journal: %s; what follows until it works is counted", error)
+            self._refused = True
             return Status.NO_SPACE if error.errno in _FULL else Status.IO_ERROR
+        self._refused = False
         self.dirty_bytes += len(records)  # a sync is due, however little it is
         return Status.OK
 

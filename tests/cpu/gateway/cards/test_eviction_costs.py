@@ -130,7 +130,7 @@ def test_pass_lets_others_in_between_two_pieces(make, monkeypatch):
 
 @pytest.mark.parametrize("checksums", [True, False])
 def test_slot_is_not_written_while_the_journal_says_it_is_anothers(
-    tmp_path, drive, monkeypatch, checksums
+    tmp_path, drive, monkeypatch, caplog, checksums
 ):
     """A file system that is full refuses the records of an eviction, and what was evicted is
     back after a restart: without checksums nothing but its slots would tell."""
@@ -149,6 +149,8 @@ def test_slot_is_not_written_while_the_journal_says_it_is_anothers(
         assert chunks.lookup(range(4)) == [False, False, True, True]
         for number in range(10, 14):
             assert chunks.write(number) == [Status.NO_SPACE] * 3
+    assert driver.card.stats()["journal_failures"] >= 6
+    assert caplog.text.count("no space left") == 1
     shutil.copytree(tmp_path / "card", tmp_path / "killed")
     assert chunks.store(20)
     driver.close()

@@ -226,6 +226,15 @@ def test_kill_amid_a_compaction_leaves_a_whole_journal(path, monkeypatch):
         assert live_of(path) == owner.live
 
 
+def test_remains_of_a_compaction_go_at_the_next_open(path):
+    owner = Owner(path)
+    owner.put(1, 1)
+    owner.journal.close()
+    path.with_suffix(".tmp").write_bytes(bytes(1000))
+    assert live_of(path) == {1: 1}
+    assert [f.name for f in path.parent.iterdir()] == ["j"]
+
+
 def test_compaction_that_should_end_changes_nothing(path):
     owner = Owner(path)
     for i in range(30):
