@@ -95,15 +95,23 @@ class ReadAhead:
         context: of the session.
         slots: the read slots, shared with the gets.
         is_idle: whether no get waits for its reads to begin.
+        resume: serves gets that may have waited for slots, then calls pump().
 
     Attributes:
         num_withheld: slots to be freed that the card may still touch.
     """
 
-    def __init__(self, context: Context, slots: SlotAllocator, is_idle: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        slots: SlotAllocator,
+        is_idle: Callable[[], bool],
+        resume: Callable[[], None],
+    ) -> None:
         self._ctx = context
         self._slots = slots
         self._is_idle = is_idle
+        self._resume = resume
         by_bytes = context.read_ahead_bytes // context.mapping.header.slot_bytes
         self._most_slots = min(by_bytes, slots.num_slots // 2)
         self._wishes: OrderedDict[int, Wish] = OrderedDict()
@@ -161,7 +169,8 @@ class ReadAhead:
         cache = wish.caches[position]
         object_bytes = self._ctx.session.caches[cache].object_bytes
         left = len(wish.chunks) - row
-        most = min(max(1, self._ctx.batch_bytes // object_bytes), self._most_slots - self.num_slots)
+        held = self.num_slots + self.num_withheld
+        most = min(max(1, self._ctx.batch_bytes // object_bytes), self._most_slots - held)
         if most < 1:
             return
         count = ceil_div(left, ceil_div(left, most))
@@ -188,6 +197,8 @@ class ReadAhead:
             self._slots.free(slots)
         for quiet in shelf.quiets:
             quiet()
+        if shelf.owed:
+            self._resume()
 
     def _free(self, shelf: Shelf, slots: NDArray[np.uint32]) -> None:
         if shelf.at_card:
@@ -204,7 +215,7 @@ class ReadAhead:
             self._free(shelf, shelf.slots)
         for rows, take in shelf.takers:
             take(status[rows])
-        self.pump()
+        self._resume()
 
     def find(self, cache: int, chunks: KeyArray, first: int) -> Match | None:
         """Return the first objects of a get, from a row on, that lie on a shelf."""

@@ -11,14 +11,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from adp_kv import __version__
 from adp_kv.errors import WireError
 from adp_kv.ring.region import RingFile
 from adp_kv.units import format_bytes
-from adp_kv.wire.keys import KeyArray, object_keys, unpack_keys
+from adp_kv.wire.keys import unpack_keys
 from adp_kv.wire.messages import (
     Ahead,
     Attached,
@@ -190,8 +187,9 @@ class Engine:
 
         def then(status: StatusArray) -> None:
             stored = status == 0
-            if self._store.num_databases_out:
-                stored &= self._reachable(chunks)
+            caches = self.session.caches
+            sizes = {index: cache.object_bytes for index, cache in caches.items()}
+            stored &= self._store.reachable(chunks, sizes)
             self._counters.add("chunks_found", int(stored.sum()))
             self._send(rank, LookupReply(message.request, stored.tobytes()))
 
@@ -216,15 +214,6 @@ class Engine:
             raise WireError(f"an Ahead names part {message.part}, which has no cache")
         self._gets.ahead.wish(message.request, chunks, sorted(caches))
         self._gets.pump()
-
-    def _reachable(self, chunks: KeyArray) -> NDArray[np.bool_]:
-        """Return which chunks have all their objects in databases that work."""
-        caches = self.session.caches
-        objects = object_keys(chunks, list(caches))
-        sizes = np.array([cache.object_bytes for cache in caches.values()], dtype=np.int64)
-        inside = self._store.reachable(objects, np.repeat(sizes, len(chunks)))
-        whole: NDArray[np.bool_] = np.all(inside.reshape(len(caches), len(chunks)), axis=0)
-        return whole
 
     def request(self, rank: int, message: Get | Put | Release) -> None:
         """Hand a get, put or release to its table.

@@ -39,7 +39,7 @@ class GetTable(RequestTable):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._next_bytes = FIRST_BATCH_BYTES
-        self.ahead = ReadAhead(context, self._slots, self._all_started)
+        self.ahead = ReadAhead(context, self._slots, self._all_started, self.pump)
 
     def pump(self) -> None:
         """Start reads while slots are free, in the order of arrival; then read ahead."""

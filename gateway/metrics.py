@@ -53,10 +53,13 @@ METRICS = (
         "objects_not_written", "counter", "objects the card did not take", ("reason",), _REASONS
     ),
     Metric("objects_not_filled", "counter", "objects a rank did not copy into the ring"),
-    Metric("objects_skipped", "counter", "objects not asked for: stored already, or twice in one"),
+    Metric(
+        "objects_skipped", "counter", "objects not asked for: stored, named twice, out of reach"
+    ),
     Metric("put_objects_given_up", "counter", "objects of requests that ended before the write"),
     Metric("bytes_written", "counter", "bytes of objects_written"),
     Metric("chunks_committed", "counter", "chunks whose every object was written: now offered"),
+    Metric("chunks_out_of_reach", "counter", "chunks not saved: a database does not answer"),
     Metric("chunks_already_stored", "counter", "chunks that a save named and that were there"),
     Metric("jobs_expired", "counter", "saves of a step forgotten after job_deadline_s"),
     Metric("rank_disagreements", "counter", "requests on which ranks disagreed: report it"),

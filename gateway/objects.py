@@ -27,7 +27,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -42,6 +42,7 @@ from adp_kv.wire.keys import (
     commit_keys,
     equal_fragment_keys,
     fragment_keys,
+    object_keys,
     whole_keys,
 )
 from gateway.cards.base import Batch, Card, Op, Status, StatusArray
@@ -228,12 +229,24 @@ class ObjectStore:
         batch, starts = self._fragments(Op.WRITE, objects, addresses, lengths, _groups(chunks))
         self._submit(batch, starts, then, quiet)
 
-    def reachable(self, objects: KeyArray, lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return which objects have no fragment in a database that is left out: bool [n]."""
+    def reachable(self, chunks: KeyArray, sizes: Mapping[int, int]) -> NDArray[np.bool_]:
+        """Return which chunks have no fragment in a database that is left out: bool [n].
+
+        Args:
+            chunks: uint64 [n, 2].
+            sizes: bytes of a chunk's object, by cache.
+        """
+        if not self.num_databases_out:
+            return np.ones(len(chunks), dtype=np.bool_)
+        objects = object_keys(chunks, list(sizes))
+        lengths = np.repeat(np.array(list(sizes.values()), dtype=np.int64), len(chunks))
         nowhere = np.zeros(len(objects), dtype=np.int64)
         batch, starts = self._fragments(Op.READ, objects, nowhere, lengths)
         inside = ~self._quarantine.are_out(batch.databases)
-        return inside if starts is None else np.logical_and.reduceat(inside, starts)
+        if starts is not None:
+            inside = np.logical_and.reduceat(inside, starts)
+        whole: NDArray[np.bool_] = np.all(inside.reshape(len(sizes), len(chunks)), axis=0)
+        return whole
 
     def _fragments(
         self,

@@ -5,10 +5,11 @@
 A job is the puts of one set of chunks over all caches of one part of the engine (a hybrid
 model's KV cache groups are parts with chunks of their own). Chunks that
 have a commit record when the job begins, and repetitions of a chunk within the job,
-are not written (NO_SLOT). When every
-put of the job has ended, the chunks of which every object was written get their
-commit record: a chunk half written is never offered. A put that fails leaves objects
-without a commit record, which a later put of the same chunk overwrites.
+are not written (NO_SLOT); nor are chunks of which an object or the record would go to a
+database that is left out. When every put of the job has ended, the chunks of which every
+object was written get their commit record: a chunk half written is never offered. A put
+that fails leaves objects without a commit record, which a later put of the same chunk
+overwrites.
 
 Contract of requests, threads and failure: requests.py.
 """
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from adp_kv.errors import WireError
 from adp_kv.wire.keys import KeyArray
 from adp_kv.wire.messages import NO_SLOT, Put
-from gateway.cards.base import StatusArray
+from gateway.cards.base import Status, StatusArray
 from gateway.requests import Context, Request, RequestTable, SlotBatch, count_failures
 
 
@@ -83,6 +84,7 @@ class PutTable(RequestTable):
 
     def _open_job(self, put: Put, chunks: KeyArray) -> Job:
         part = self._ctx.session.part(self._ctx.session.caches[put.caches[0]].part)
+        sizes = {cache: self._ctx.session.caches[cache].object_bytes for cache in part}
         job = Job(
             packed_chunks=put.chunks,
             chunks=chunks,
@@ -95,6 +97,11 @@ class PutTable(RequestTable):
 
         def then(status: StatusArray) -> None:
             job.missing = (status != 0) & _first_of_each(chunks)
+            # What can't be whole would only take the room of chunks that are.
+            reach = status != Status.UNREACHABLE
+            reach &= self._ctx.store.reachable(chunks, sizes)
+            self._ctx.counters.add("chunks_out_of_reach", int((job.missing & ~reach).sum()))
+            job.missing &= reach
             self._ctx.counters.add("chunks_already_stored", int((status == 0).sum()))
             self.pump()
 
@@ -161,6 +168,8 @@ class PutTable(RequestTable):
         job = self._job_of(request)
         if job is not None:
             np.add.at(job.num_written, request.chunk_of(objects[good]), 1)
+            if job.missing is not None:  # they can't be whole any more: no more of them
+                job.missing[request.chunk_of(objects[~good])] = False
         self._drop(request, batch)
         self.pump()
 

@@ -10,19 +10,22 @@ Values are found by going through the databases' indices in pieces, for all grou
 were chosen together: about 20 ns a row of the index, some tenths of a second for 8 M values,
 once for each tenth of the card that is written.
 
+What expired or was abandoned is hidden from EXIST at once, but may come in a trickle: its
+values wait until the last pass is long enough ago, unless room is short.
+
 Threads. One of its own; round() may be called from any other instead. A database's lock
-is held for one piece at a time.
-Failure scope. What a journal refuses to note is dropped in memory all the same: replay
-finds the group with its values, or with too few of them, which drops it (see
-`gateway.cards.slab_store`).
+is held for one piece at a time, with a pause between two.
+Failure scope. What a journal refuses to note is dropped in memory all the same; nothing is
+written in its place before the journal has it (`gateway.cards.slab_database`).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -34,6 +37,7 @@ from gateway.cards.group_facts import CommitArray
 from gateway.cards.group_queue import GroupRows
 from gateway.cards.groups import GroupTable
 from gateway.cards.index import Locations
+from gateway.cards.pace import Pace
 from gateway.cards.retention import RetentionSettings
 from gateway.cards.slots import SlotTable
 
@@ -41,7 +45,9 @@ _logger: Final = logging.getLogger(__name__)
 
 PIECE_ROWS: Final = 4096
 _TICK_S: Final = 1.0
-_CROWDED_TICK_S: Final = 0.1
+_PRESSED_TICK_S: Final = 0.1
+_REST_SHARE: Final = 20  # times what a pass took, before one that is not urgent
+_MAX_REST_S: Final = 60.0
 
 
 class Shelf(ABC):
@@ -84,8 +90,9 @@ class Evictor:
         self._left: GroupRows = np.empty(0, dtype=np.int64)
         self._round_lock = threading.Lock()
         self._condemned_lock = threading.Lock()
+        self._rested_at = 0.0
         self._wake = threading.Event()
-        self._stopping = False
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="adp-card-evict", daemon=True)
         self._thread.start()
 
@@ -117,37 +124,50 @@ class Evictor:
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread; return whether it ended in time."""
-        self._stopping = True
+        self._stop.set()
         self._wake.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while not self._stopping:
+        rest_s = _PRESSED_TICK_S
+        while not self._stop.is_set():
+            moved = False
             try:
-                self.round()
+                moved = self.round()
             except Exception:
                 _logger.exception("eviction failed; it is tried again")
-            crowded = any(self._is_crowded(shelf) for shelf in self._shelves)
-            # Where nothing may go there is nothing to win by haste.
-            if crowded and not self._stopping:
-                self._wake.clear()
-            self._wake.wait(_CROWDED_TICK_S if crowded else _TICK_S)
+            if not self._is_pressed():
+                self._wake.wait(_TICK_S)
+            elif not moved:
+                # Nothing may go: each write wakes this thread, and none should cost a round.
+                self._stop.wait(rest_s)
+            rest_s = _PRESSED_TICK_S if moved else min(2 * rest_s, _TICK_S)
             self._wake.clear()
 
-    def round(self) -> None:
-        """Evict what is due now."""
+    def _is_pressed(self) -> bool:
+        crowded = any(self._is_crowded(shelf) for shelf in self._shelves)
+        return crowded or bool(self._crowded_namespaces())
+
+    def round(self) -> bool:
+        """Evict what is due now; return whether anything went."""
         with self._round_lock:
+            before = self._counts["evicted_chunks"]
             self._drop_condemned()
             expired, abandoned = self._groups.expired(), self._groups.abandoned()
             self._counts["expired_chunks"] += expired.size
             self._counts["abandoned_chunks"] += abandoned.size
             over = [self._over_quota(name) for name in self._crowded_namespaces()]
             self._counts["quota_evicted_chunks"] += sum(rows.size for rows in over)
-            left, self._left = self._left, self._left[:0]
-            self._sweep(np.concatenate([left, expired, abandoned, *over]))
+            due = np.concatenate([self._left, expired, abandoned, *over])
+            if self._is_pressed() or time.monotonic() >= self._rested_at:
+                self._left = due[:0]
+                self._sweep(due)
+            else:
+                self._left = due
             while self._relieve():
                 pass
+            return self._counts["evicted_chunks"] > before
 
     def _drop_condemned(self) -> None:
         with self._condemned_lock:
@@ -159,11 +179,20 @@ class Evictor:
         owners, facts = self._groups.markers(rows)
         for database, mine in by_database(facts["database"], np.arange(owners.size)):
             shelf = self._shelves[database]
-            with shelf.table.lock:
-                if not going:  # it may have been committed anew
-                    mine = mine[~self._groups.committed(owners[mine])]  # noqa: PLW2901
-                keys = np.ascontiguousarray(facts["key"][mine])
-                shelf.drop(keys, shelf.table.marker_of(owners[mine]))
+            for some in self._pieces(mine):
+                with shelf.table.lock:
+                    # Else it may have been committed anew.
+                    gone = some if going else some[~self._groups.committed(owners[some])]
+                    keys = np.ascontiguousarray(facts["key"][gone])
+                    shelf.drop(keys, shelf.table.marker_of(owners[gone]))
+
+    def _pieces(self, rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        """Cut rows, so that a lock is held for a piece of them at a time."""
+        pace = Pace(self._stop)
+        for start in range(0, rows.size, PIECE_ROWS):
+            if start:
+                pace.pause()
+            yield rows[start : start + PIECE_ROWS]
 
     def _crowded_namespaces(self) -> list[int]:
         return self._groups.over_quota(self._settings.evict_above)
@@ -174,7 +203,7 @@ class Evictor:
 
     def _relieve(self) -> bool:
         """Evict if a database is too full; return whether that made room."""
-        if self._stopping or not any(self._is_crowded(shelf) for shelf in self._shelves):
+        if self._stop.is_set() or not any(self._is_crowded(shelf) for shelf in self._shelves):
             return False
         excess = max(
             shelf.table.num_used - self._settings.evict_to * shelf.table.marker
@@ -187,13 +216,14 @@ class Evictor:
 
     def _choose(self, num_slots: int, namespace: int | None) -> GroupRows:
         choice = self._groups.choose(num_slots, namespace)
-        owners, facts = self._groups.markers(choice.promoted)
-        for database, mine in by_database(facts["database"], np.arange(owners.size)):
-            shelf = self._shelves[database]
-            with shelf.table.lock:
-                there = shelf.table.find(np.ascontiguousarray(facts["key"][mine]))
-                same = there == shelf.table.marker_of(owners[mine])
-                shelf.move_markers(facts[mine[same]])
+        for rows in self._pieces(choice.promoted):
+            owners, facts = self._groups.markers(rows)
+            for database, mine in by_database(facts["database"], np.arange(owners.size)):
+                shelf = self._shelves[database]
+                with shelf.table.lock:
+                    there = shelf.table.find(np.ascontiguousarray(facts["key"][mine]))
+                    same = there == shelf.table.marker_of(owners[mine])
+                    shelf.move_markers(facts[mine[same]])
         return choice.victims
 
     def _is_crowded(self, shelf: Shelf) -> bool:
@@ -203,6 +233,7 @@ class Evictor:
         """Drop all of the groups that were chosen."""
         if victims.size == 0:
             return
+        began = time.thread_time()
         self._drop_markers(victims, going=True)
         going = np.zeros(int(victims.max()) + 2, dtype=np.bool_)  # the last one: no group
         going[victims] = True
@@ -211,13 +242,16 @@ class Evictor:
         left = self._groups.forget(victims)
         self._left = np.concatenate([self._left, left])
         self._counts["evicted_chunks"] += victims.size - left.size
+        rest_s = (time.thread_time() - began) * _REST_SHARE
+        self._rested_at = time.monotonic() + min(rest_s, _MAX_REST_S)
 
     def _sweep_values(self, shelf: Shelf, going: NDArray[np.bool_]) -> int:
         """Drop the values of groups; return their bytes."""
         table = shelf.table
         num_bytes = start = 0
         extent = table.extent
-        while start < extent[0] and not self._stopping:
+        pace = Pace(self._stop)
+        while start < extent[0]:
             with table.lock:
                 if table.extent != extent:  # keys have moved: from the beginning
                     extent, start = table.extent, 0
@@ -227,4 +261,6 @@ class Evictor:
                 removed = shelf.drop(keys[hit], slots[hit])
                 num_bytes += int(lengths[removed].sum(dtype=np.int64))
             start += PIECE_ROWS
+            if start < extent[0] and pace.pause():
+                break
         return num_bytes

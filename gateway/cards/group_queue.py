@@ -20,8 +20,8 @@ _FIRST_ROOM: Final = 1024
 class RowQueue:
     """A FIFO of (row, stamp) in numpy.
 
-    Entries are never removed from the middle: whoever takes them skips those whose row has
-    another stamp by now.
+    Whoever takes entries skips those whose row has another stamp by now; tidy() leaves them
+    behind.
     """
 
     def __init__(self) -> None:
@@ -52,6 +52,14 @@ class RowQueue:
             self._shift(len(entries))
         self._head -= len(entries)
         self._entries[self._head : self._head + len(entries)] = entries
+
+    def tidy(self, stamps: NDArray[np.int64]) -> None:
+        """Leave behind the entries whose row has another stamp by now: int64 [rows]."""
+        entries = self._entries[self._head : self._tail]
+        kept = entries[stamps[entries[:, 0]] == entries[:, 1]]
+        self._entries = np.empty((max(_FIRST_ROOM, 2 * len(kept)), 2), dtype=np.int64)
+        self._entries[: len(kept)] = kept
+        self._head, self._tail = 0, len(kept)
 
     def _make_room(self, count: int) -> None:
         if self._tail + count > len(self._entries):

@@ -39,7 +39,9 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 _NOBODY: Final[GroupRows] = np.empty(0, dtype=np.int64)
 _SMALL_SHARE: Final = 0.1
 _TAKE_ROWS: Final = 256
+_MOST_TAKE_ROWS: Final = 1 << 14
 _FIRST_ROWS: Final = 64
+_MOST_STALE: Final = 1024  # entries of a queue, beyond twice the groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +223,11 @@ class GroupTable:
         self._facts["stamp"][rows] = stamps
         self._facts["main"][rows] = stage is Stage.MAIN
         self._move(rows, stage)
-        self._queues[stage].push(rows, stamps)
+        queue = self._queues[stage]
+        queue.push(rows, stamps)
+        # Groups that went without being chosen, expired ones say, are in it still.
+        if len(queue) > 2 * len(self) + _MOST_STALE:
+            queue.tidy(self._facts["stamp"])
 
     def _move(self, rows: GroupRows, stage: Stage) -> None:
         counts = self._slots[rows]
@@ -320,10 +326,10 @@ class GroupTable:
         promoted: list[GroupRows] = []
         passed: dict[Stage, list[NDArray[np.int64]]] = {Stage.SMALL: [], Stage.MAIN: []}
         exhausted: set[Stage] = set()
-        freed = 0
+        freed, look = 0, _TAKE_ROWS
         while freed < wanted_slots and len(exhausted) < len(passed):
             stage = self._next_queue(exhausted)
-            entries = self._queues[stage].take(_TAKE_ROWS)
+            entries = self._queues[stage].take(look)
             if not len(entries):
                 exhausted.add(stage)
                 continue
@@ -331,6 +337,8 @@ class GroupTable:
             held = self._is_held(entries[:, 0], space)
             used = ~held & self._used[entries[:, 0]]
             out = ~held & ~used
+            # Where all are held or another namespace's, they are passed over in large steps.
+            look = _TAKE_ROWS if not held.all() else min(2 * look, _MOST_TAKE_ROWS)
             sums = np.cumsum(np.where(out, self._slots[entries[:, 0]], 0))
             upto = int(np.searchsorted(sums, wanted_slots - freed)) + 1
             self._queues[stage].put_back(entries[upto:])

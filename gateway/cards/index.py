@@ -99,9 +99,7 @@ class KeyIndex:
             locations: int64 [n], all >= 0.
         """
         self._make_room(len(keys))
-        for start in range(0, len(keys), _LOAD_PIECE):  # temporaries that stay in the cache
-            piece = slice(start, start + _LOAD_PIECE)
-            self._place(keys[piece], locations[piece])
+        self._place_many(keys, locations)
 
     def delete(self, keys: KeyArray, only_if: Locations | None = None) -> Locations:
         """Remove keys and return the locations they had.
@@ -200,12 +198,17 @@ class KeyIndex:
             keys, locations = keys[lost], locations[lost]
             rows = (rows[lost] + 1) & self._mask
 
+    def _place_many(self, keys: KeyArray, locations: Locations) -> None:
+        for start in range(0, len(keys), _LOAD_PIECE):  # temporaries that stay in the cache
+            piece = slice(start, start + _LOAD_PIECE)
+            self._place(keys[piece], locations[piece])
+
     def _make_room(self, num_new: int) -> None:
         if self._used + num_new <= _MAX_LOAD * self.capacity:
             return
         keys, locations = self.items()
         self._allocate(max(_capacity_for(len(keys) + num_new), self.capacity))
-        self._place(keys, locations)
+        self._place_many(keys, locations)
 
     def _sweep(self, rows: _Rows) -> None:
         """Turn deleted rows that end a run back into empty ones, so that churn needs no rehash."""

@@ -10,12 +10,12 @@ read, that is never wrong bytes.
 
 compact() rewrites a journal in which dead records dominate while it is in use: piece by
 piece it asks the owner which records are live and copies those; what was appended
-meanwhile is copied as it is; then the new file, synced, is renamed over the old. A key
-that changed after its piece was asked for has a later record, which wins. A kill at any
-point leaves the old journal or the new one.
+meanwhile is copied as it is; then the new file, synced but for the last few records, is
+renamed over the old and synced whole. A key that changed after its piece was asked for has a
+later record, which wins. A kill at any point leaves the old journal or the new one.
 
 Threads. The owner's lock is held around append(); sync() and compact(), which takes that
-lock itself, may run beside it, one of each.
+lock itself, may run beside it, one of each. Nothing waits for the device under that lock.
 Failure scope. A failed append leaves the file as it was; if that can't be had the
 journal refuses from then on. A compaction that fails leaves the journal as it is.
 """
@@ -74,11 +74,14 @@ class Journal:
         self._broken = False
         self._size = 0
         self._fd_lock = threading.Lock()  # who replaces _fd against who waits for it
+        self._renamed = False  # the directory's entry is not on the device yet
         self.live: RecordArray = np.empty(0, dtype=RECORD)
         self.discarded_bytes = 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._load()
+            # Of a compaction that a kill ended: it would keep its room for good.
+            path.with_suffix(".tmp").unlink(missing_ok=True)
         except BaseException:
             self.close()
             raise
@@ -119,8 +122,14 @@ class Journal:
         """Wait until the device has what was appended."""
         with self._fd_lock:
             descriptor = os.dup(self._fd)
+            renamed, self._renamed = self._renamed, False
         try:
             os.fdatasync(descriptor)
+            if renamed:
+                sync_directory(self._path.parent)
+        except OSError:
+            self._renamed |= renamed
+            raise
         finally:
             os.close(descriptor)
 
@@ -159,8 +168,11 @@ class Journal:
                 raise InterruptedError(0, "the card closes")
             position = self._catch_up(copy, end, lock, pause)
             os.fsync(descriptor)
+            # What came while that took its time, so that little is left to the last one.
+            position = self._catch_up(copy, position, lock, pause)
+            os.fsync(descriptor)
             with lock:
-                self._take_over(copy, position, temporary)
+                old = self._take_over(copy, position, temporary)
         except OSError as error:
             # No room for both, say: the long journal serves as well, only slower to open.
             _logger.warning("%s: not compacted: %s", self._path, error.strerror)
@@ -168,6 +180,11 @@ class Journal:
                 os.close(descriptor)
             temporary.unlink(missing_ok=True)
             return False
+        os.close(old)  # frees a large file, which takes its time
+        try:
+            self.sync()
+        except OSError as error:
+            _logger.warning("%s: sync: %s", self._path, error.strerror)
         return True
 
     def _copy_live(
@@ -199,16 +216,20 @@ class Journal:
             copy.add(_read(self._fd, position, end - position))
             position = end
 
-    def _take_over(self, copy: _Copy, position: int, temporary: Path) -> None:
-        """Copy the rest and put the copy in place; the owner's lock is held."""
+    def _take_over(self, copy: _Copy, position: int, temporary: Path) -> int:
+        """Copy the rest and put the copy in place, the owner's lock held; return the old file."""
         copy.add(_read(self._fd, position, self._size - position))
-        os.fsync(copy.descriptor)
         temporary.replace(self._path)
         with self._fd_lock:
             old, self._fd = self._fd, copy.descriptor
+            self._renamed = True
         self._size = copy.size
-        os.close(old)
-        sync_directory(self._path.parent)
+        return old
+
+    def has_room(self, num_records: int) -> bool:
+        """Return whether the file system could take a journal of so many records, and appends."""
+        there = os.fstatvfs(self._fd)
+        return there.f_bavail * there.f_frsize >= 2 * num_records * _RECORD_BYTES
 
     def _load(self) -> None:
         whole, self._size = _read_records(self._fd)

@@ -1,8 +1,9 @@
 """One database of a slab card: slab, journal and table, changed in step; and their restore.
 
 Every change is in the journal before it is in the table, so that a kill between the two
-leaves nothing that anybody was told. Deleting is the other way round where a refused
-record does no harm.
+leaves nothing that anybody was told. Eviction is the other way round: where the file system
+refuses its records they are owed, and no slot is written before they are in the journal, which
+says as long that another value is there.
 
 Threads. `table.lock` is held around every call but sync(), are_live() included.
 Failure scope. What the file system refuses is the Status that the caller answers.
@@ -28,6 +29,7 @@ from gateway.cards.groups import GroupTable
 from gateway.cards.index import Locations
 from gateway.cards.journal import Journal
 from gateway.cards.journal_records import (
+    RECORD,
     Kind,
     RecordArray,
     commit_records,
@@ -61,6 +63,8 @@ class Database(Shelf):
         self.table = table
         self.dirty_bytes = 0
         self.journal_failures = 0
+        self._owed: list[KeyArray] = []
+        self._refused = False
         self._groups = groups
 
     def sync(self) -> None:
@@ -78,13 +82,35 @@ class Database(Shelf):
             OK; NO_SPACE or IO_ERROR where the file system refused and nothing was appended.
         """
         try:
+            while self._owed:
+                self.journal.append(delete_records(self._owed[-1]))
+                self._owed.pop()
             self.journal.append(records)
         except OSError as error:
             self.journal_failures += 1
-            _logger.warning("journal: %s", error)
+            if not self._refused:  # a full file system refuses each batch
+                _logger.warning("journal: %s; what follows until it works is counted", error)
+            self._refused = True
             return Status.NO_SPACE if error.errno in _FULL else Status.IO_ERROR
+        self._refused = False
         self.dirty_bytes += len(records)  # a sync is due, however little it is
         return Status.OK
+
+    def allocate(self, wanted: int) -> tuple[Locations, Status]:
+        """Take up to `wanted` free slots to write to, table.lock held.
+
+        Returns:
+            int64 [<= wanted]; why the others have none.
+        """
+        status = self.record(np.empty(0, dtype=RECORD)) if self._owed else Status.OK
+        if status is not Status.OK:
+            return np.empty(0, dtype=np.int64), status
+        return self.table.allocate(wanted), Status.NO_SPACE
+
+    def forget(self, keys: KeyArray) -> None:
+        """Note that keys are gone that the table has no more, table.lock held."""
+        if self.record(delete_records(keys)) is not Status.OK:
+            self._owed.append(keys)
 
     def put(
         self,
@@ -129,13 +155,8 @@ class Database(Shelf):
 
     @override
     def drop(self, keys: KeyArray, slots: Locations) -> NDArray[np.bool_]:
-        """Delete keys that still are at `slots`, table.lock held.
-
-        A refused record changes nothing here: replay finds the value as corrupt as it is, or
-        its group too small.
-        """
         removed = self.table.delete(keys, slots)
-        self.record(delete_records(keys[removed]))
+        self.forget(keys[removed])
         return removed
 
     @override
@@ -202,7 +223,7 @@ def _restore_table(
     keys = np.ascontiguousarray(live["key"])
     sums = np.ascontiguousarray(live["checksum"])
     if not kept.all():
-        database.record(delete_records(keys[~kept]))
+        database.forget(keys[~kept])
         keys, slots, lengths = keys[kept], slots[kept], lengths[kept]
         sums, rows = sums[kept], rows[kept]
     table.restore(keys, slots, lengths, sums, rows)

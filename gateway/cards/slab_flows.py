@@ -215,10 +215,10 @@ class Flows:
         moving = self._within_quota(pending, fitting[lengths[fitting] > 0])
         for database, rows in self._by_database(batch, moving):
             with database.table.lock:
-                taken = database.table.allocate(rows.size)
+                taken, why = database.allocate(rows.size)
                 self._with.evictor.check_room(database)
             slots[rows[: taken.size]] = taken
-            pending.status[rows[taken.size :]] = Status.NO_SPACE
+            pending.status[rows[taken.size :]] = why
         self._with.groups.release(batch.namespace, int((slots[moving] < 0).sum()))
         self._launch(pending, np.flatnonzero(slots >= 0), slots, np.zeros_like(batch.keys[:, 0]))
 

@@ -1,7 +1,8 @@
 """Reading a slab card's values again, to find damaged ones before a load does.
 
 Values are read through the card itself, like by any READ: a damaged one is deleted, its
-chunk's commit record taken away.
+chunk's commit record taken away. Rows of the index that were looked at count towards the
+rate, too: else a large card with few values would be looked through without a pause.
 
 Threads. One at a time: the upkeep's, or whoever verifies.
 Failure scope. An I/O that fails is the card's to count; the value stays.
@@ -23,8 +24,11 @@ from adp_kv.wire.keys import KeyArray
 from gateway.cards.base import Batch, OnDone, Op, Status, StatusArray
 from gateway.cards.slab_database import Database
 from gateway.cards.slab_flows import SCRUB_TOKEN
+from gateway.cards.slots import SlotTable
 
 _ROWS: Final = 256
+_MOST_ROWS: Final = 16 * _ROWS  # of a step that finds no value
+_ROW_BYTES: Final = 64  # what a row of the index counts as
 _BUFFER_BYTES: Final = 4 * MiB
 _LOOK_UP_S: Final = 1.0
 
@@ -72,11 +76,10 @@ class Scrubber:
         table = self._databases[number].table
         with table.lock:
             capacity = table.extent[0]
-            keys, slots = table.piece(start, _ROWS)
-            keys, slots = keys[slots < table.marker], slots[slots < table.marker]
-            lengths = table.lengths[slots]
+            keys, lengths, end = _next_values(table, start, min(start + _MOST_ROWS, capacity))
         self._scrub(number, keys, lengths, bytes_per_s)
-        start += _ROWS
+        self._stop.wait((end - start) * _ROW_BYTES / bytes_per_s)
+        start = end
         if start >= capacity:
             number, start = (number + 1) % len(self._databases), 0
         self._place = number, start
@@ -126,3 +129,15 @@ class Scrubber:
                 _in_use.append(self._buffer)
                 return np.empty(0, dtype=np.uint8)
         return answers[0]
+
+
+def _next_values(
+    table: SlotTable, start: int, limit: int
+) -> tuple[KeyArray, NDArray[np.uint32], int]:
+    """Return the first values in the index from a row on, and the row behind them."""
+    while True:
+        keys, slots = table.piece(start, _ROWS)
+        start += _ROWS
+        values = slots < table.marker
+        if values.any() or start >= limit:
+            return keys[values], table.lengths[slots[values]], start

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Final
 
 from gateway.cards.base import Batch, OnDone
+from gateway.cards.pace import Pace
 from gateway.cards.slab_database import Database
 from gateway.cards.slab_scrub import Scrubber
 from gateway.cards.slab_settings import SlabSettings
@@ -26,8 +27,7 @@ COMPACT_SLACK: Final = 4096
 """Dead records that are never worth a rewrite."""
 
 _TICK_S: Final = 1.0
-_PAUSE_SHARE: Final = 1.0  # a compaction pauses as long as it works
-_MAX_PAUSE_S: Final = 0.05
+_RETRY_S: Final = 60.0  # from a compaction that failed to the next attempt
 
 
 class Upkeep:
@@ -54,6 +54,7 @@ class Upkeep:
         self._settings = settings
         self._submit = submit
         self._compactions = 0
+        self._retry_at: dict[Database, float] = {}
         self._stop = threading.Event()
         self.scrubber = Scrubber(databases, settings.slot_bytes, submit, self._stop)
         self._thread = threading.Thread(target=self._run, name="adp-card-upkeep", daemon=True)
@@ -98,22 +99,14 @@ class Upkeep:
         live = len(database.table)
         if database.journal.num_records - live <= live + COMPACT_SLACK:
             return False
-        pace = _Pace(self._stop)
-        done = database.journal.compact(database.table.lock, database.are_live, pace.pause)
+        if time.monotonic() < self._retry_at.get(database, 0.0):
+            return False
+        # Without room the attempt would take what is left from those who append.
+        done = database.journal.has_room(live)
+        if done:
+            pace = Pace(self._stop)
+            done = database.journal.compact(database.table.lock, database.are_live, pace.pause)
+        if not done:
+            self._retry_at[database] = time.monotonic() + _RETRY_S
         self._compactions += done
         return done
-
-
-class _Pace:
-    """Lets work have about half of the time, in small pieces."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self._stop = stop
-        self._resumed = time.monotonic()
-
-    def pause(self) -> bool:
-        """Wait about as long as the work since the last pause took; true if it should end."""
-        worked = time.monotonic() - self._resumed
-        ending = self._stop.wait(min(worked * _PAUSE_SHARE, _MAX_PAUSE_S))
-        self._resumed = time.monotonic()
-        return ending

@@ -179,6 +179,13 @@ class URing:
         """Rows of the submission queue; at most this many may be in flight."""
         return self._sqes.size
 
+    @property
+    def not_started(self) -> NDArray[np.uint64]:
+        """The user_data of entries that were queued, but that no enter() has started: [n]."""
+        places = int(self._sq_tail[0]) - np.arange(1, self._unsubmitted + 1)
+        names: NDArray[np.uint64] = self._sqes["user_data"][places & (self.entries - 1)]
+        return names
+
     def register_buffers(self, buffers: Sequence[tuple[int, int]]) -> None:
         """Pin memory, so that *_FIXED operations skip the pinning of each.
 

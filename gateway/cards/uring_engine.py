@@ -10,7 +10,8 @@ entries wakes it for new work.
 Threads. The ring belongs to this thread (see `gateway.cards.uring`); other threads only
 append to the inbox and ring the eventfd.
 Failure scope. As `gateway.cards.io_engine` says. Memory that can't be pinned is used
-unpinned, with one log line.
+unpinned, with one log line. Of a ring that is lost, requests whose I/O the kernel has begun
+are not answered: it may still fill or read their memory, and nobody can tell when it ends.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ class RingEngine(IoEngine[RequestT]):
         self._wake_word = np.zeros(1, dtype=np.uint64)
         self._stopping = False
         self._gone = False
+        self._is_left = False  # memory to the kernel, for good
         self._announced: list[tuple[int, int]] = []
         self._pin(_Pinning([]), None)
         self._running: dict[int, Progress[RequestT]] = {}
@@ -144,7 +146,7 @@ class RingEngine(IoEngine[RequestT]):
                 self._stopping = True
                 os.eventfd_write(self._wake_fd, 1)
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() and not self._is_left
 
     def _order(self, order: _Pinning) -> bool:
         with self._wake_lock:
@@ -165,7 +167,7 @@ class RingEngine(IoEngine[RequestT]):
             self._serve(ring)
         except OSError:
             _logger.exception("io_uring is lost: every I/O of this card fails until it is reopened")
-            self._fail_running()
+            self._fail_running(ring.not_started >> _SHIFT)
         finally:
             ring.close()
             self._leave()
@@ -274,8 +276,14 @@ class RingEngine(IoEngine[RequestT]):
             progress.cancel_rest()
             self._finish(number, progress)
 
-    def _fail_running(self) -> None:
-        for progress in self._running.values():
+    def _fail_running(self, not_started: NDArray[np.uint64]) -> None:
+        """Answer what the kernel has nothing of; `not_started` has the number of each row."""
+        for number, progress in self._running.items():
+            idle = len(progress.results) - progress.next_row
+            idle += int(np.count_nonzero(not_started == number))
+            if progress.left > idle:
+                self._is_left = True
+                continue
             progress.results[:] = -errno.EIO
             progress.report()
         self._running.clear()

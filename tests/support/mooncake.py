@@ -13,7 +13,7 @@ from pathlib import Path
 
 from adp_kv.units import MiB
 from gateway.cards.mooncake.engine import load
-from tests.support.process import free_port
+from tests.support.process import free_port, send_signal
 
 # Once in a process, when the wheel is loaded.
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
@@ -130,7 +130,7 @@ class MooncakeStore:
         return self._client
 
     def signal(self, process, number):
-        os.kill(process.pid, number)
+        send_signal(process.pid, number)
 
     def kill_holder(self):
         self.holder = self._kill(self.holder)

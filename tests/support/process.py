@@ -136,6 +136,23 @@ def mapped_by(path: Path) -> set[int]:
     return {pid for pid in processes if identity in mapped_inodes(pid)}
 
 
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal; SIGSTOP has stopped every thread when this returns.
+
+    Raises:
+        ChildError: A thread goes on.
+    """
+    os.kill(pid, number)
+    if number == signal.SIGSTOP:  # one that is just running may answer once more
+        wait_until(lambda: all(s in "TtZX" for s in _thread_states(pid)), 10, "it has stopped")
+
+
+def _thread_states(pid: int) -> Iterator[str]:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            yield (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def child_env(extra: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a child: this one's, the repository importable, fixed hashes.
 

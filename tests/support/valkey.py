@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import valkey
 
-from tests.support.process import free_port
+from tests.support.process import free_port, send_signal
 
 START_S = 15
 
@@ -76,7 +75,7 @@ class ValkeyServer:
             time.sleep(0.02)
 
     def signal(self, number):
-        os.kill(self.process.pid, number)
+        send_signal(self.process.pid, number)
 
     def kill9(self):
         """End the process; start() makes another at the same addresses."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from adp_kv.wire.keys import commit_keys, object_keys, pack_keys
-from adp_kv.wire.messages import Failed, Get, Granted, Release
+from adp_kv.wire.messages import NO_SLOT, Failed, Get, Granted, Release
 from gateway.cards.base import Op, Status
 from gateway.cards.faulty import Fault, FaultyCard
 from gateway.objects import ObjectStore
@@ -299,6 +299,28 @@ def test_one_bad_place_does_not_take_a_database_out(serving, card, clock):
         clock.advance(1)
     wait_until(lambda: rank.stats()["card_values"] >= 1, 5, "probes have ended")
     assert rank.stats()["card_databases_out"] == 0
+
+
+def test_chunk_that_can_not_be_whole_is_not_saved(serving, card, clock):
+    """Its values would take the room of chunks that are whole, for uncommitted_s."""
+    chunks = random_chunks(24)
+    (rank,) = serving.join(replicated(1, 1))
+    card.faults = [Fault(Status.IO_ERROR, databases={1})]
+    for number in range(3):
+        put([rank], number + 1, chunks, [0], seq=(number + 1) << 24)
+        serving.assert_idle()
+    advance_until(clock, lambda: serving.server._store.num_databases_out == 1)
+    values = card.stats()["values"]
+    fresh = random_chunks(24, seed=5)
+    marked = commit_keys(fresh)[:, 0] % np.uint64(NUM_DATABASES)
+    bad = np.array([database_of(chunk) == 1 for chunk in fresh]) | (marked == 1)
+    assert 0 < bad.sum() < 24
+    slots = put([rank], 9, fresh, [0], seq=9 << 24)[0].slots
+    assert [slots[i] == NO_SLOT for i in range(24)] == bad.tolist()
+    serving.assert_idle()
+    assert card.stats()["values"] == values + 2 * int((~bad).sum())
+    assert rank.lookup(fresh) == (~bad).tolist()
+    assert rank.stats()["chunks_out_of_reach"] == bad.sum()
 
 
 def test_quarantine_probes_once_at_a_time():

@@ -38,9 +38,7 @@ class GatewayMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.card = FaultyCard(memory_card(), [], 1)
-        self.serving = Serving(
-            self.card, shared_memory_size=20 * 8192, batch_bytes=16384, job_deadline_s=0.2
-        )
+        self.serving = Serving(self.card, shared_memory_size=20 * 8192, batch_bytes=16384)
         self.number = 0
         self.found = set()
         self.join()
@@ -80,7 +78,9 @@ class GatewayMachine(RuleBasedStateMachine):
     @rule(rows=SOME)
     def save_of_half_the_layers(self, rows):
         put(self.ranks, self.next(), CHUNKS[rows], CACHES[:1])
-        self.serving.assert_idle()  # once its job has expired
+        for job in list(self.serving.server._engine._puts._jobs.values()):
+            job.deadline = 0.0  # not by a short setting: a save on a busy host takes its time
+        self.serving.assert_idle()
 
     @rule(rows=SOME, caches=st.sampled_from([[0], [2, 1], CACHES]), damaged=st.booleans())
     def load(self, rows, caches, damaged):

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from adp_kv.wire.keys import pack_keys
+from adp_kv.wire.keys import object_keys, pack_keys, whole_keys
 from adp_kv.wire.messages import NO_SLOT, Failed, Get, Granted, Put, Release
 from gateway.cards.base import Op, Status
 from gateway.cards.faulty import Fault, FaultyCard
@@ -160,6 +160,27 @@ def test_failed_write_is_not_committed(status):
         assert counters["objects_not_written"] == 1
         assert counters["objects_written"] == 7
         assert counters["chunks_committed"] == 3
+
+
+def test_rest_of_a_chunk_that_was_not_taken_is_not_written():
+    """A full card takes some objects of a chunk and not others: the chunk is lost already."""
+    chunks = random_chunks(4)
+    lost = whole_keys(object_keys(chunks[1:2], [0, 1, 2]))
+
+    def of_the_second(keys):
+        return np.any([(keys == key).all(axis=1) for key in lost], axis=0)
+
+    card = FaultyCard(memory_card(), [Fault(Status.NO_SPACE, {Op.WRITE}, when=of_the_second)])
+    with Serving(card) as serving:
+        (rank,) = serving.join(replicated(3, 1))
+        put([rank], 1, chunks, [0])
+        puts = serving.server._engine._puts
+        wait_until(lambda: puts.num_requests == 0, 5, "cache 0 is written")
+        card.faults = []
+        slots = put([rank], 1, chunks, [1, 2], seq=99)[0].slots
+        assert [slots[i] == NO_SLOT for i in range(8)] == [False, True, False, False] * 2
+        serving.assert_idle()
+        assert rank.lookup(chunks) == [True, False, True, True]
 
 
 @pytest.mark.parametrize("status", [Status.CORRUPT, Status.ABSENT, Status.IO_ERROR])

@@ -66,6 +66,7 @@ def test_full_card_goes_on_storing(make):
     chunks = Chunks(driver)
     store_all(chunks, range(300))
     wait_until(lambda: free_slots(driver) >= NUM_SLOTS * 0.1, 5, "there is room")
+    driver.card._evictor.round()  # waits for one that has dropped values and not yet counted them
     stats = driver.card.stats()
     assert stats["evicted_chunks"] >= 300 - NUM_SLOTS / 3
     assert stats["evicted_bytes"] == stats["evicted_chunks"] * 3 * chunks.length
@@ -107,8 +108,10 @@ def test_reads_under_way_do_not_make_a_card_evict_more(make):
     driver.card._evictor.round()
     assert sum(chunks.lookup(range(number))) >= NUM_SLOTS * 0.7 / 3
     end()
-    stats = driver.card.stats()
-    assert stats["free_slots"] == NUM_SLOTS - (stats["values"] - stats["groups"])
+    # By the values themselves: the last chunk may be there in part, without a marker.
+    tables = [shelf.table for shelf in driver.card._evictor._shelves]
+    values = sum((table.piece(0, table.extent[0])[1] < table.marker).sum() for table in tables)
+    assert free_slots(driver) == NUM_SLOTS - values
 
 
 def test_used_chunk_outlives_younger_ones(make):

@@ -283,3 +283,24 @@ def test_ghosts_are_forgotten_when_found():
     ghosts.add(names(*range(2000, 4000)))
     assert ghosts.take(names(2000)).tolist() == [False]
     assert ghosts.take(names(3999)).tolist() == [True]
+
+
+def test_queues_do_not_grow_with_groups_that_expired(make, clock):
+    """A card with a lifetime and much room never chooses, and so never takes from a queue."""
+    table = make(ttl_s=10.0)
+    add(table, 1, 2, 3)
+    for number in range(100, 4000, 20):
+        rows = add(table, *range(number, number + 20))
+        assert evict_expired(table, clock) >= rows.size
+        add(table, 1, 2, 3)  # stored anew: another place each time
+    assert sum(len(queue) for queue in table._queues.values()) <= 2 * (1024 + 2 * 23)
+    assert sorted(evict(table, 3)) == [1, 2, 3]
+
+
+def evict_expired(table, clock):
+    """Let everything expire and go; return how much did."""
+    clock.advance(11)
+    rows = table.expired()
+    table.count_slots(np.repeat(rows, table._slots[rows]), -1)
+    assert table.forget(rows).size == 0
+    return rows.size

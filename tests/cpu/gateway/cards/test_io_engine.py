@@ -197,6 +197,31 @@ def test_lost_ring_answers_io_errors(file, monkeypatch, caplog):
     assert engine.stop(5)
 
 
+@uring
+def test_lost_ring_does_not_answer_what_the_kernel_has(file, monkeypatch, caplog):
+    """It may yet fill that memory: whoever was answered would give it to another read."""
+    engine, arena = UringEngine(8), Arena(1 << 16)
+    source, sink = os.pipe()  # a read that does not end
+    real, lost = uring_engine.URing.enter, threading.Event()
+
+    def enter(self, min_complete):
+        if lost.is_set():
+            raise OSError(errno.ENXIO, "gone")
+        real(self, min_complete)
+
+    monkeypatch.setattr(uring_engine.URing, "enter", enter)
+    begun, other = Waiting(), Waiting()
+    engine.submit(request(source, arena, [0], write=False, on_complete=begun))
+    wait_until(lambda: engine._running and engine._wake_armed, 5, "it waits in the kernel")
+    lost.set()
+    engine.submit(request(file, arena, [0, 1], write=False, on_complete=other))
+    assert set(other.wait()) <= {-errno.EIO, -errno.ECANCELED}
+    assert not engine.stop(5)
+    assert not begun.done.is_set()
+    os.close(source)
+    os.close(sink)
+
+
 def test_forbidden_uring_falls_back_or_says_why(monkeypatch, caplog):
     def forbidden(entries):
         raise OSError(errno.EPERM, "Operation not permitted")

@@ -1,3 +1,4 @@
+import os
 import threading
 
 import numpy as np
@@ -225,6 +226,15 @@ def test_kill_amid_a_compaction_leaves_a_whole_journal(path, monkeypatch):
         assert live_of(path) == owner.live
 
 
+def test_remains_of_a_compaction_go_at_the_next_open(path):
+    owner = Owner(path)
+    owner.put(1, 1)
+    owner.journal.close()
+    path.with_suffix(".tmp").write_bytes(bytes(1000))
+    assert live_of(path) == {1: 1}
+    assert [f.name for f in path.parent.iterdir()] == ["j"]
+
+
 def test_compaction_that_should_end_changes_nothing(path):
     owner = Owner(path)
     for i in range(30):
@@ -254,6 +264,51 @@ def test_compaction_without_room_keeps_the_journal(path, monkeypatch):
     owner.journal.close()
     assert live_of(path) == {1: 19, 2: 2}
     assert [f.name for f in path.parent.iterdir()] == ["j"]
+
+
+def test_nobody_waits_for_the_device_under_the_owners_lock(path, monkeypatch):
+    """On a slow disk that is seconds, in which no get of any database would begin."""
+    owner, held = Owner(path), []
+
+    def watch(module, name):
+        real = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args: (held.append((name, owner.lock.locked())), real(*args))[1]
+        )
+
+    for i in range(30):
+        owner.put(1, i)
+    for name in ("fsync", "fdatasync", "close"):
+        watch(os, name)
+    watch(journal_module, "sync_directory")
+    assert owner.compact()
+    assert {name for name, _ in held} == {"fsync", "fdatasync", "close", "sync_directory"}
+    assert not any(locked for _, locked in held)
+    monkeypatch.undo()
+    owner.journal.close()
+    assert live_of(path) == {1: 29}
+
+
+def test_compacted_journal_is_used_though_the_directory_can_not_be_synced(path, monkeypatch):
+    """Its descriptor is in use by then: closed, its number would be another file's."""
+    owner, asked = Owner(path), []
+    for i in range(30):
+        owner.put(1, i)
+
+    def refuse(_path):
+        asked.append(1)
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module, "sync_directory", refuse)
+        assert owner.compact()
+        with pytest.raises(OSError, match="Too many"):
+            owner.journal.sync()
+    assert len(asked) == 2
+    owner.journal.sync()
+    owner.put(2, 31)
+    owner.journal.close()
+    assert live_of(path) == {1: 29, 2: 31}
 
 
 def test_journal_of_the_format_before_says_so(path):

@@ -1,6 +1,8 @@
 """What a slab card does in the background: compaction and scrubbing, on a card in use."""
 
+import math
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,9 +10,14 @@ import pytest
 from adp_kv.errors import CardError
 from gateway.cards import slab_upkeep
 from gateway.cards.base import Status
+from gateway.cards.group_facts import Rules
+from gateway.cards.groups import GroupTable
 from gateway.cards.slab_format import DATA_OFFSET
+from gateway.cards.slab_scrub import Scrubber
+from gateway.cards.slots import SlotTable
 from tests.support.cards import Arena, slab_card
 from tests.support.chunks import Chunks
+from tests.support.clock import FakeClock
 from tests.support.process import wait_until
 
 SLOT_BYTES = 4096
@@ -29,6 +36,12 @@ def make(tmp_path, drive):
         return drive(slab_card(tmp_path / "card", **(settings | changes)), Arena(1 << 20))
 
     return made
+
+
+def more_passes(driver):
+    """Wait until everything that is there now was read: by a pass that began since."""
+    before = driver.card.stats()["scrub_passes"]
+    wait_until(lambda: driver.card.stats()["scrub_passes"] >= before + 2, 10, "it was read")
 
 
 def test_journal_is_compacted_while_in_use(make, monkeypatch):
@@ -53,13 +66,38 @@ def test_journal_is_compacted_while_in_use(make, monkeypatch):
         chunks.check(n)
 
 
+@pytest.mark.parametrize("why", ["no room", "refused"])
+def test_compaction_that_failed_is_not_tried_again_at_once(make, monkeypatch, why):
+    """An attempt a second would fill a disk that is nearly full again and again."""
+    monkeypatch.setattr(slab_upkeep, "COMPACT_SLACK", 0)
+    monkeypatch.setattr(slab_upkeep, "_TICK_S", 1000.0)
+    driver = make()
+    upkeep, chunks, asked = driver.card._upkeep, Chunks(driver), []
+    for version in range(5):
+        chunks.store(0, version)
+    database = max(driver.card._databases, key=lambda d: d.journal.num_records)
+
+    def refuse(*_):
+        asked.append(1)
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database.journal, "has_room" if why == "no room" else "compact", refuse)
+        for _ in range(3):
+            assert not upkeep.compact(database)
+    assert len(asked) == 1
+    upkeep._retry_at[database] -= slab_upkeep._RETRY_S
+    assert upkeep.compact(database)
+    assert not database.journal.has_room(1 << 60)
+
+
 def test_scrub_finds_damage_before_a_load_does(make, tmp_path, monkeypatch):
     monkeypatch.setattr(slab_upkeep, "_TICK_S", 0.02)
     driver = make(scrub_bytes_per_s=1 << 30)
     chunks = Chunks(driver)
     for number in range(5):
         assert chunks.store(number)
-    wait_until(lambda: driver.card.stats()["scrub_passes"] >= 2, 10, "everything was read twice")
+    more_passes(driver)
     assert driver.card.stats()["scrub_corrupt"] == 0
     assert driver.card.stats()["bytes_read"] == 0
     assert driver.card.stats()["scrubbed_bytes"] >= 5 * 3 * chunks.length
@@ -107,6 +145,24 @@ def test_scrub_keeps_to_its_rate(make, monkeypatch):
     assert sum(p for p in pauses if p) >= 0.5 * 14 * chunks.length / 1000
 
 
+def test_large_card_with_few_values_is_not_looked_through_without_a_pause():
+    """Some million rows of an index take a second of CPU: one a pass, not one in two."""
+    num_slots, rate = 1 << 17, 1 << 20
+    table = SlotTable(num_slots, GroupTable(Rules(num_slots, 0.0, 60.0), FakeClock(), FakeClock()))
+    stop, pauses = threading.Event(), []
+    stop.wait = lambda s=None: pauses.append(s) or False
+    scrubber = Scrubber([SimpleNamespace(table=table)], SLOT_BYTES, None, stop)
+    while scrubber.step(rate):
+        pass
+    assert scrubber.num_passes == 1
+    assert sum(pauses) >= 2 * num_slots * 16 / rate
+    assert len(pauses) <= 2 * num_slots / 1024  # nor in too many steps
+    pauses.clear()
+    while scrubber.step(math.inf):  # by `card verify`
+        pass
+    assert not any(pauses)
+
+
 def test_scrub_that_a_closing_card_refuses_is_no_failure(make, monkeypatch, caplog):
     begun, refused = threading.Event(), []
     monkeypatch.setattr(slab_upkeep, "_TICK_S", 0.02)
@@ -144,6 +200,6 @@ def test_scrub_does_not_prolong_a_life(make, monkeypatch):
     driver = make(scrub_bytes_per_s=1 << 30, hit_grace_s=1000.0)
     chunks = Chunks(driver)
     assert chunks.store(0)
-    wait_until(lambda: driver.card.stats()["scrub_passes"] >= 2, 10, "it was read")
+    more_passes(driver)
     assert driver.card._evictor._choose(1, None).size == 1
     assert chunks.load(0)[0] == [Status.OK] * 3
