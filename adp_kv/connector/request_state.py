@@ -27,6 +27,9 @@ class RequestState:
         hit_end: where the stored prefix ends, in tokens, as last told to vLLM.
         loads_async: how that prefix is loaded, as last told to vLLM.
         failed: a restore of it failed; it is not offered another.
+        unnamed: no key of it can be built: it is neither looked up nor saved.
+        most_computed: the most tokens that counted as computed in a step since its tables began;
+            with rejected drafts the number falls again, what vLLM gave up does not come back.
     """
 
     request: Any
@@ -40,11 +43,14 @@ class RequestState:
     hit_end: int = 0
     loads_async: bool = False
     failed: bool = False
+    unnamed: bool = False
+    most_computed: int = 0
 
     def follow_tables(self, new_blocks: Sequence[Sequence[int]], *, from_start: bool) -> None:
         """Take in the blocks of a step: all of each table, or what was added to it."""
         if from_start:
             self.tables = [list(blocks) for blocks in new_blocks]
+            self.most_computed = 0
             return
         for table, blocks in zip(self.tables, new_blocks, strict=True):
             table.extend(blocks)

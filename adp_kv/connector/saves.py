@@ -76,6 +76,7 @@ class SaveSide:
         self._by_tokens = [p.index for p in engine.parts if engine.every_state or not p.recurrent]
         self._only_by_tokens = len(self._by_tokens) == len(engine.parts)
         self._has_states = any(part.recurrent for part in engine.parts)
+        self._has_windows = any(p.kept_tokens is not None and not p.recurrent for p in engine.parts)
         self._pins: dict[int, Pin] = {}
 
     @property
@@ -121,6 +122,8 @@ class SaveSide:
             if state is None:
                 continue
             num_computed = computed.get(request_id, 0)
+            if self._has_windows:
+                state.most_computed = max(state.most_computed, num_computed)
             if num_computed + num_scheduled >= state.due:
                 self._pick_step(state, output, num_computed, num_scheduled)
         if self._has_states:
@@ -138,7 +141,8 @@ class SaveSide:
         if any(chunk > state.next_chunk[part] for part in self._by_tokens):
             tables = tables_now(output, state.request.request_id)
             # Only what vLLM keeps while this step computes, unless the tables say so themselves.
-            self._pick(state, tables or state.tables, final, None if tables else num_computed)
+            kept_from = None if tables else max(num_computed, state.most_computed)
+            self._pick(state, tables or state.tables, final, kept_from)
         if self._only_by_tokens:
             state.due = (min(state.next_chunk) + 1) * self._engine.chunk_tokens
             return
@@ -166,8 +170,8 @@ class SaveSide:
             state: of the request.
             tables: its block ids of each part.
             num_final: tokens that are computed and known.
-            num_kept_from: as many tokens were computed when vLLM gave up blocks last; None: the
-                tables have the null block instead of those.
+            num_kept_from: as many tokens counted as computed when vLLM gave up blocks last; None:
+                the tables have the null block instead of those.
         """
         self._hash(state)
         for index in self._by_tokens:

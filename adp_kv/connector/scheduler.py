@@ -33,7 +33,7 @@ from adp_kv.connector.saves import SaveSide
 from adp_kv.connector.tainted import EndedTables, forget_tainted
 from adp_kv.connector.vllm_view import EngineView, adapter_folder, hashes_repeatable, root_hash
 from adp_kv.errors import GatewayError
-from adp_kv.layout.fingerprint import digest, weights_fingerprint
+from adp_kv.layout.fingerprint import Fingerprints, digest
 from adp_kv.layout.parts import Part, usable_chunks
 from adp_kv.metrics import Recorder
 from adp_kv.sdk.lookup import LookupClient, LookupTicket
@@ -71,6 +71,7 @@ class SchedulerSide:
         self._ranks_off = False
         self._awaits_answer = False
         self._ended = EndedTables()
+        self._adapters = Fingerprints()
         self.stats = Recorder()
         self.saves = SaveSide(engine, self.stats, self._hash)
         self._hello = Hello(
@@ -190,8 +191,15 @@ class SchedulerSide:
         done, total = len(state.keys), len(hashes) // per_chunk
         if done == total:
             return
+        if state.unnamed:
+            return
         if state.namespace is None:
-            state.namespace = self._namespace_of(state.request)
+            try:
+                state.namespace = self._namespace_of(state.request)
+            except OSError as error:  # somebody replaces the adapter's files right now
+                state.unnamed = True
+                log.warning("a request's adapter can't be read, it is left alone: %s", error)
+                return
         last = [bytes(hashes[(i + 1) * per_chunk - 1]) for i in range(done, total)]
         state.keys = np.concatenate([state.keys, chunk_keys(state.namespace, last)])
 
@@ -201,7 +209,7 @@ class SchedulerSide:
         if folder is None:
             return base
         # vLLM hashes an adapter's name and path; what changes the bytes is its content.
-        content = weights_fingerprint(folder) if folder.is_dir() else str(folder)
+        content = self._adapters.fingerprint(folder) if folder.is_dir() else str(folder)
         return digest({"base": base, "adapter": content})
 
     def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
@@ -406,8 +414,11 @@ class SchedulerSide:
         """
         state = self._states.pop(request.request_id, None)
         self._ahead.on_finished(request.request_id)
-        if tables and not self._engine.async_loads:
-            self._ended.add(self._step, tables[0])
+        if not self._engine.async_loads:
+            # One that was preempted has given its blocks away before its end.
+            for known in (tables, state.tables if state is not None else ()):
+                if known:
+                    self._ended.add(self._step, known[0])
         if state is None or not self._settings.save or not self._ready():
             return
         # Only after a normal end: an aborted or failed request may hold pages that were

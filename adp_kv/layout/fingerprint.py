@@ -45,7 +45,7 @@ def weights_fingerprint(folder: Path) -> str | None:
     file. So a fine-tune with the same shapes differs, even one of a few layers, and
     nothing is read whole.
     """
-    files = sorted({f for pattern in _WEIGHT_PATTERNS for f in folder.glob(pattern)})
+    files = _weight_files(folder)
     if not files:
         return None
     budget = max(_MIN_SAMPLES, _MAX_SAMPLES // len(files))
@@ -58,6 +58,30 @@ def weights_fingerprint(folder: Path) -> str | None:
                 data.seek(offset)
                 total.update(data.read(_SAMPLE_BYTES))
     return total.hexdigest()
+
+
+class Fingerprints:
+    """weights_fingerprint() of folders that are asked for again and again. Threads: one."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[list[tuple[str, int, int]], str | None]] = {}
+
+    def fingerprint(self, folder: Path) -> str | None:
+        """Return a folder's fingerprint; files are read if sizes or times have changed.
+
+        Raises:
+            OSError: A file can't be read, or went away meanwhile.
+        """
+        found = [(file.name, file.stat()) for file in _weight_files(folder)]
+        facts = [(name, told.st_size, told.st_mtime_ns) for name, told in found]
+        known = self._known.get(folder)
+        if known is None or known[0] != facts:
+            known = self._known[folder] = facts, weights_fingerprint(folder)
+        return known[1]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted({f for pattern in _WEIGHT_PATTERNS for f in folder.glob(pattern)})
 
 
 def _sample_offsets(data: BinaryIO, size: int, budget: int) -> list[int]:

@@ -1,12 +1,13 @@
 """Digests: everything that changes bytes changes them, and nothing else."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 
 from adp_kv.layout import fingerprint
-from adp_kv.layout.fingerprint import digest, weights_fingerprint
+from adp_kv.layout.fingerprint import Fingerprints, digest, weights_fingerprint
 
 FACTS = {"model": "m", "block": 16, "share": 0.5, "mla": True, "root": b"\x00", "none": None}
 
@@ -130,3 +131,27 @@ def test_large_file_is_not_read_whole(tmp_path):
         file.truncate(1 << 40)
     assert weights_fingerprint(folder) is not None
     assert fingerprint.FORMAT_VERSION == 1
+
+
+def test_folder_is_read_again_only_when_it_has_changed(tmp_path, monkeypatch):
+    """A request each asks for its adapter, in vLLM's scheduler."""
+    read = []
+
+    def counted(folder):
+        read.append(folder)
+        return weights_fingerprint(folder)
+
+    monkeypatch.setattr(fingerprint, "weights_fingerprint", counted)
+    file, known = tmp_path / "adapter_model.bin", Fingerprints()
+    file.write_bytes(b"a" * 100)
+    first = known.fingerprint(tmp_path)
+    assert known.fingerprint(tmp_path) == first == weights_fingerprint(tmp_path)
+    assert len(read) == 1
+    file.write_bytes(b"b" * 100)
+    os.utime(file, ns=(1, 1))  # as old as it likes: another time, though of the same size
+    assert known.fingerprint(tmp_path) == weights_fingerprint(tmp_path) != first
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert known.fingerprint(tmp_path) == weights_fingerprint(tmp_path)
+    file.unlink()
+    (tmp_path / "adapter_config.json").unlink()
+    assert known.fingerprint(tmp_path) is None

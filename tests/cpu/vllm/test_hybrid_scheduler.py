@@ -182,6 +182,17 @@ def test_blocks_that_a_window_has_left_behind_are_never_saved(make):
     assert step(side, 1, before=80, more=None) == {0: [[1, 2, 3, 4]]}
 
 
+def test_blocks_that_a_window_left_behind_for_drafts_are_not_saved_after_their_rejection(make):
+    """The number of computed tokens falls; the blocks that vLLM gave up do not come back."""
+    side = make((WINDOW,))
+    request = arrive(side, 200)
+    request.num_tokens = 60
+    assert step(side, 59, first=(ids(1, 6),)) == {}
+    assert step(side, 1, before=80, more=([],)) == {}  # twenty drafts are taken as accepted
+    request.num_tokens = 65
+    assert step(side, 2, before=63, more=([],)) == {}
+
+
 def test_null_blocks_of_the_table_are_never_saved(make):
     """vLLM since 0.29 says which blocks it keeps in this step, and that is what counts."""
     side = make((FULL, WINDOW))

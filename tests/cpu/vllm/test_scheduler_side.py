@@ -342,6 +342,36 @@ def test_request_that_ended_before_its_restore_failed_leaves_nothing_to_share(si
     assert side.saves.pool.evicted == {1, 2, 3}
 
 
+def test_preempted_request_that_ended_leaves_nothing_to_share_either(side, module):
+    """Its blocks went with the preemption, not with its end: vLLM has none to name."""
+    request = with_blocks(side, "gone", [1, 2, 3])
+    side.build_meta(output_of())
+    request.status = SimpleNamespace(name="FINISHED_ABORTED")
+    side.on_finished(request, ([],))
+    failed_restore(side, module, 1, {1})
+    assert side.saves.pool.evicted == {1, 2, 3}
+
+
+def test_request_whose_adapter_can_not_be_read_is_left_alone(side, tmp_path, monkeypatch, caplog):
+    """Somebody replaces its files at this moment; vLLM has the adapter in memory and goes on."""
+    asked = []
+
+    def gone(folder):
+        asked.append(folder)
+        raise FileNotFoundError(2, "No such file", str(folder))
+
+    monkeypatch.setattr(side._adapters, "fingerprint", gone)
+    request = request_of(2 * CHUNK, 0)
+    request.lora_request = SimpleNamespace(lora_path=str(tmp_path))
+    with caplog.at_level("WARNING", "adp_kv"):
+        side.on_new_request(request)
+    assert side.matched(request, 0) == (0, False)
+    new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=([1, 2, 3, 4],))
+    side.build_meta(output_of([new], {"r": 2 * CHUNK}))
+    assert not side.has_pending_saves
+    assert len(asked) == len(caplog.records) == 1
+
+
 def test_request_that_ended_before_the_step_is_not_concerned(side, module):
     request = with_blocks(side, "gone", [1, 2, 3])
     side.on_finished(request, ([1, 2, 3],))
