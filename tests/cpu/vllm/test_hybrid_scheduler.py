@@ -191,6 +191,9 @@ def test_blocks_that_a_window_left_behind_for_drafts_are_not_saved_after_their_r
     assert step(side, 1, before=80, more=([],)) == {}  # twenty drafts are taken as accepted
     request.num_tokens = 65
     assert step(side, 2, before=63, more=([],)) == {}
+    assert step(side, 1, before=200, more=([],)) == {}
+    request.num_tokens = 129
+    assert step(side, 128, first=(ids(11, 8),)) == {0: [[17, 18]]}, "resumed, with other blocks"
 
 
 def test_null_blocks_of_the_table_are_never_saved(make):
