@@ -213,8 +213,9 @@ class AdpConnector(vllm_base.KVConnectorBase_V1, vllm_base.SupportsHMA):
         return self._scheduler is not None and self._scheduler.frees_soon()
 
     def reset_cache(self) -> bool:
-        """Not possible: the card belongs to every engine of the namespace."""
-        return False
+        """Hit nothing any more that was stored before, after weights were changed in place say."""
+        self.scheduler.reset()
+        return True
 
     def shutdown(self) -> None:
         """Stop threads, release the ring."""

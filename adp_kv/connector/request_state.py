@@ -46,6 +46,11 @@ class RequestState:
     unnamed: bool = False
     most_computed: int = 0
 
+    def forget_keys(self) -> None:
+        """Begin anew with another namespace."""
+        self.namespace, self.lookup, self.keys = None, None, np.zeros((0, 2), dtype=np.uint64)
+        self.next_chunk, self.due, self.hit_end = [0] * len(self.next_chunk), 0, 0
+
     def follow_tables(self, new_blocks: Sequence[Sequence[int]], *, from_start: bool) -> None:
         """Take in the blocks of a step: all of each table, or what was added to it."""
         if from_start:

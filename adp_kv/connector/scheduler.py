@@ -17,6 +17,7 @@ are pinned, is in saves.py.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -67,6 +68,7 @@ class SchedulerSide:
         self._computed: dict[str, int] = {}
         self._acknowledged_failure = -1
         self._namespace: bytes | None = None
+        self._epoch = b""
         self._repeatable: bool | None = None
         self._ranks_off = False
         self._awaits_answer = False
@@ -125,6 +127,20 @@ class SchedulerSide:
             state.lookup = None
         self.client.start()
 
+    def reset(self) -> None:
+        """Neither hit nor extend what was stored so far: weights were changed in place, say.
+
+        The card is others' too, so nothing is deleted: from now on this engine's keys are its own,
+        until it ends. What is being computed may be of both kinds of weights and is left alone.
+        """
+        self._epoch, self._namespace = os.urandom(16), None
+        self.saves.drop_picked()
+        self.saves.forget_all()
+        for state in self._states.values():
+            state.unnamed = state.request.num_computed_tokens > 0
+            state.forget_keys()
+        log.info("the external KV cache was reset: this engine's keys are its own from now on")
+
     def bind_pool(self, pool: Any) -> None:
         """Take vLLM's block pool, for pins."""
         self.saves.pool = pool
@@ -152,6 +168,7 @@ class SchedulerSide:
                 "engine": dict(self._engine.facts),
                 "root": root,
                 "geometry": self.client.welcome.geometry,
+                **({"epoch": self._epoch} if self._epoch else {}),
             }
             self._namespace = digest(facts)
             log.info(

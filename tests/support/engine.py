@@ -185,9 +185,15 @@ class Engine:
         self.generate([[5, 6, 7]], max_tokens=1)  # a step, in which ranks report
         return False
 
-    def reset_prefix_cache(self, timeout_s: float = 30.0) -> None:
-        """Forget vLLM's own prefix cache: what hits afterwards came from the connector."""
-        if not self.call({"op": "reset_prefix_cache"}, timeout_s)["reset"]:
+    def reset_prefix_cache(self, timeout_s: float = 30.0, *, connector: bool = False) -> None:
+        """Forget vLLM's own prefix cache: what hits afterwards came from the connector.
+
+        Args:
+            timeout_s: of the call.
+            connector: reset the connector too, as one does after changing weights in place.
+        """
+        request = {"op": "reset_prefix_cache", "connector": connector}
+        if not self.call(request, timeout_s)["reset"]:
             raise self.child.fail("the prefix cache could not be reset: blocks in use")
 
     def metrics(self, timeout_s: float = 30.0) -> dict[str, float]:

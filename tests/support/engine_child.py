@@ -108,9 +108,10 @@ class Session:
             value = getattr(value, name)
         return {"value": str(getattr(value, "name", value))}
 
-    def reset_prefix_cache(self, _request: dict[str, Any]) -> dict[str, Any]:
-        """Forget the local prefix cache."""
-        return {"reset": bool(self.llm.reset_prefix_cache())}
+    def reset_prefix_cache(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Forget the local prefix cache, and the connector's if asked to."""
+        connector = bool(request.get("connector"))
+        return {"reset": bool(self.llm.reset_prefix_cache(reset_connector=connector))}
 
     def metrics(self, _request: dict[str, Any]) -> dict[str, Any]:
         """Return counters and gauges, summed over labels."""

@@ -59,6 +59,25 @@ def test_two_namespaces_never_share_on_one_card(deployment, engine, first):
     assert other.token_ids == same.token_ids == first.token_ids
 
 
+def test_nothing_from_before_a_reset_is_hit_by_this_engine(deployment, engine, first):
+    """Weights were changed in place, say; what is computed from then on is its own alone."""
+    start(engine, deployment)
+    hits, chunks = [], len(PROMPT) // CHUNK
+    committed = deployment.counters()["chunks_committed"]
+    for connector in (False, True, False):
+        engine.reset_prefix_cache(connector=connector)
+        (done,) = engine.generate([PROMPT])
+        hits.append(done.num_cached_tokens)
+        assert done.token_ids == first.token_ids
+        if connector:
+            deployment.wait_committed(committed + chunks)
+    assert hits == [HIT, 0, HIT]
+    start(engine, deployment)
+    (again,) = engine.generate([PROMPT])
+    assert again.num_cached_tokens == HIT, "the card is others' too: nothing is deleted"
+    assert deployment.counters()["chunks_committed"] == committed + chunks
+
+
 def test_another_chunk_size_never_shares(deployment, engine, first):
     start(engine, deployment, settings={"chunk_size": 2 * CHUNK})
     (other,) = engine.generate([PROMPT])

@@ -514,3 +514,21 @@ def test_streaming_session_is_left_alone(side, resumable):
     idle = connector.build_connector_meta(output_of())  # in which whatever waits goes out
     assert bool(idle.save) is not resumable
     assert side.has_pending_saves is not resumable
+
+
+@pytest.mark.parametrize("num_computed", [0, CHUNK])
+def test_reset_gives_other_keys_and_leaves_alone_what_is_half_computed(waiting, num_computed):
+    """What vLLM computed before may come from other weights; what it begins anew may not."""
+    state = waiting._states["r"]
+    state.request.num_computed_tokens = num_computed
+    before = {key.tobytes() for key in state.keys}
+    waiting.reset()
+    assert not pinned(waiting)
+    assert not waiting.saves._known
+    for computed in range(2 * CHUNK - 1, 4 * CHUNK):
+        meta = decode_step(waiting, computed)
+        saved = {key.tobytes() for chunks in meta.save for key in chunks.keys}
+        assert saved.isdisjoint(before)
+    after = {key.tobytes() for key in state.keys}
+    assert bool(after) is (num_computed == 0)
+    assert after.isdisjoint(before)
