@@ -135,7 +135,6 @@ class SchedulerSide:
         """
         self._epoch, self._namespace = os.urandom(16), None
         self.saves.drop_picked()
-        self.saves.forget_all()
         for state in self._states.values():
             state.unnamed = state.request.num_computed_tokens > 0
             state.forget_keys()

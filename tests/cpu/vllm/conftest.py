@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
+from adp_kv.config import ConnectorSettings
+from adp_kv.layout.parts import Part
 from tests.support.engine import Engine
+from tests.support.scheduler_rig import CHUNK, Client, Pool, scheduler_module
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +48,30 @@ def vllm() -> SimpleNamespace:
     with warnings.catch_warnings():  # vLLM's and torch's own
         warnings.simplefilter("ignore")
         return SimpleNamespace(**{k: importlib.import_module(name) for k, name in names.items()})
+
+
+@pytest.fixture(scope="session")
+def module() -> ModuleType:
+    """Return the scheduler side's module."""
+    return scheduler_module()
+
+
+@pytest.fixture
+def side(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Any:
+    """Return a scheduler side of one part, whose gateway has nothing."""
+    monkeypatch.setattr(module, "LookupClient", Client)
+    monkeypatch.setattr(module, "hashes_repeatable", lambda: True)
+    monkeypatch.setattr(module, "root_hash", lambda: b"root")
+    engine = module.EngineView(
+        engine_id="e",
+        world_size=1,
+        parts=(Part(0, 32, CHUNK // 32),),
+        hash_tokens=32,
+        chunk_tokens=CHUNK,
+        address="tcp://127.0.0.1:1",
+        async_loads=False,
+        facts={},
+    )
+    side = module.SchedulerSide(engine, ConnectorSettings(), b"n" * 16)
+    side.bind_pool(Pool(9))
+    return side

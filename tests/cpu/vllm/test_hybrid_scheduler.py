@@ -5,7 +5,6 @@ states a step leaves, and counts local hits that not every group has.
 """
 
 import importlib
-import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -70,19 +69,12 @@ class Pool:
         self.cached = {key: block for key, block in self.cached.items() if block not in ids}
 
 
-@pytest.fixture(scope="module")
-def module():
-    with warnings.catch_warnings():  # vLLM's and torch's own
-        warnings.simplefilter("ignore")
-        return importlib.import_module("adp_kv.connector.scheduler")
-
-
 @pytest.fixture
 def make(monkeypatch, module):
     monkeypatch.setattr(module, "LookupClient", Client)
     monkeypatch.setattr(module, "hashes_repeatable", lambda: True)
     monkeypatch.setattr(module, "root_hash", lambda: b"root")
-    # Each chunk goes out with the step that picks it (test_scheduler_side.py has those that wait).
+    # Each chunk goes out with the step that picks it (test_waiting_saves.py has those that wait).
     monkeypatch.setattr(importlib.import_module(module.SaveSide.__module__), "ENOUGH_CHUNKS", 1)
 
     def make(parts, **facts):

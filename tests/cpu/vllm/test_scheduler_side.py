@@ -13,113 +13,16 @@ import numpy as np
 import pytest
 
 from adp_kv.config import ConnectorSettings
-from adp_kv.layout.parts import Part
 from adp_kv.sdk.lookup import LookupTicket
+from tests.support.scheduler_rig import CHUNK, decode_step, output_of, request_of
 
 pytestmark = pytest.mark.vllm
-
-CHUNK = 64
-
-
-class Client:
-    """A lookup client whose gateway has nothing."""
-
-    off = ended = again = False
-    generation = 1
-    welcome = SimpleNamespace(geometry=bytes(16))
-
-    def __init__(self, *_args):
-        pass
-
-    def start(self):
-        pass
-
-    def wait_settled(self, timeout_s):
-        pass
-
-    def wait_news(self, timeout_s):
-        pass
-
-    def ask(self, chunks, timeout_s):
-        return SimpleNamespace(stored=None, expired=True)
-
-    def close(self):
-        pass
-
-
-class Pool:
-    """vLLM's block pool, as far as pins see it."""
-
-    def __init__(self, num_blocks):
-        self.blocks = [SimpleNamespace(block_id=i, ref_cnt=0) for i in range(num_blocks)]
-        self.evicted = set()
-
-    def touch(self, blocks):
-        for block in blocks:
-            block.ref_cnt += 1
-
-    def evict_blocks(self, block_ids):
-        self.evicted |= block_ids
-
-    def free_blocks(self, blocks):
-        for block in blocks:
-            block.ref_cnt -= 1
-
-
-@pytest.fixture(scope="module")
-def module():
-    with warnings.catch_warnings():  # vLLM's and torch's own
-        warnings.simplefilter("ignore")
-        return importlib.import_module("adp_kv.connector.scheduler")
-
-
-@pytest.fixture
-def side(monkeypatch, module):
-    monkeypatch.setattr(module, "LookupClient", Client)
-    monkeypatch.setattr(module, "hashes_repeatable", lambda: True)
-    monkeypatch.setattr(module, "root_hash", lambda: b"root")
-    engine = module.EngineView(
-        engine_id="e",
-        world_size=1,
-        parts=(Part(0, 32, CHUNK // 32),),
-        hash_tokens=32,
-        chunk_tokens=CHUNK,
-        address="tcp://127.0.0.1:1",
-        async_loads=False,
-        facts={},
-    )
-    side = module.SchedulerSide(engine, ConnectorSettings(), b"n" * 16)
-    side.bind_pool(Pool(8))
-    return side
 
 
 @pytest.fixture
 def no_company(monkeypatch, module):
     """Each chunk goes out with the step that picks it."""
     monkeypatch.setattr(importlib.import_module(module.SaveSide.__module__), "ENOUGH_CHUNKS", 1)
-
-
-def request_of(num_tokens, num_computed):
-    return SimpleNamespace(
-        request_id="r",
-        block_hashes=[bytes([i]) * 32 for i in range(num_tokens // 32)],
-        num_tokens=num_tokens,
-        num_computed_tokens=num_computed,
-        status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
-        lora_request=None,
-    )
-
-
-def output_of(new=(), scheduled=None):
-    scheduled = scheduled or {}
-    return SimpleNamespace(
-        scheduled_new_reqs=list(new),
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[], num_computed_tokens=[], new_block_ids=[], resumed_req_ids=set()
-        ),
-        num_scheduled_tokens=scheduled,
-        total_num_scheduled_tokens=sum(scheduled.values()),
-    )
 
 
 def test_chunk_filled_by_the_last_token_is_pinned_before_its_blocks_are_freed(side, module):
@@ -381,14 +284,6 @@ def test_request_that_ended_before_the_step_is_not_concerned(side, module):
     assert side.saves.pool.evicted == {1}
 
 
-def decode_step(side, computed):
-    """Build a step in which a request of 4 blocks computes its next token."""
-    output = output_of(scheduled={"r": 1})
-    cached = output.scheduled_cached_reqs
-    cached.req_ids, cached.num_computed_tokens, cached.new_block_ids = ["r"], [computed], [None]
-    return side.build_meta(output)
-
-
 @pytest.mark.usefixtures("no_company")
 def test_decoding_asks_for_keys_only_where_a_chunk_is_complete(side, monkeypatch):
     request = request_of(4 * 32, 0)
@@ -415,85 +310,6 @@ def test_after_a_failed_restore_decoding_stores_again_what_it_had(side, module):
     assert len(decode_step(side, CHUNK + 1).save) == 1
 
 
-@pytest.fixture
-def waiting(side, module, monkeypatch):
-    """A request of four chunks that decodes; the limits are two chunks and three steps."""
-    saves = importlib.import_module(module.SaveSide.__module__)
-    monkeypatch.setattr(saves, "ENOUGH_CHUNKS", 2)
-    monkeypatch.setattr(saves, "MAX_WAIT_STEPS", 3)
-    request = request_of(8 * 32, 0)
-    side.on_new_request(request)
-    side.saves.pool = Pool(9)
-    new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=(list(range(1, 9)),))
-    assert side.build_meta(output_of([new], {"r": CHUNK})).save == []
-    return side
-
-
-def pinned(side):
-    return [block.block_id for block in side.saves.pool.blocks if block.ref_cnt]
-
-
-def test_small_save_waits_some_steps_for_company(waiting):
-    assert pinned(waiting) == [1, 2], "nobody may write over what waits"
-    assert waiting.saves.num_pinned == 2
-    assert waiting.has_pending_saves
-    waited = [decode_step(waiting, CHUNK + i).save for i in range(2)]
-    assert waited == [[], []]
-    meta = decode_step(waiting, CHUNK + 2)
-    assert [chunks.blocks.tolist() for chunks in meta.save] == [[[1, 2]]]
-    assert waiting.saves.num_pinned == 2, "until every rank has copied it"
-    waiting.saves.released(meta.step, 1)
-    assert not pinned(waiting)
-    # The next one waits as long as the first.
-    assert decode_step(waiting, 2 * CHUNK - 1).save == []
-    assert [len(decode_step(waiting, 2 * CHUNK + i).save) for i in range(3)] == [0, 0, 1]
-
-
-def test_enough_chunks_go_out_with_the_step_that_completes_the_last(waiting):
-    (save,) = decode_step(waiting, 2 * CHUNK - 1).save
-    assert save.blocks.tolist() == [[1, 2], [3, 4]]
-
-
-def test_nothing_waits_while_nothing_computes(waiting):
-    (save,) = waiting.build_meta(output_of()).save
-    assert save.blocks.tolist() == [[1, 2]]
-
-
-def test_nothing_waits_where_vllm_wants_blocks(waiting):
-    """It asks before it preempts, and waits for pins as long as there are any."""
-    assert waiting.frees_soon()
-    meta = decode_step(waiting, CHUNK)
-    assert [chunks.blocks.tolist() for chunks in meta.save] == [[[1, 2]]]
-    waiting.saves.released(meta.step, 1)
-    assert not waiting.frees_soon()
-    decode_step(waiting, CHUNK + 1)
-    assert decode_step(waiting, 2 * CHUNK - 1).save == [], "it was in a hurry once"
-
-
-def test_what_waits_when_a_restore_fails_is_not_saved_but_picked_anew(waiting, module):
-    """It may have been computed from pages that never came, and before the ranks drop saves."""
-    report = module.AdpWorkerMetadata(failed_step=1)
-    waiting.on_output(SimpleNamespace(kv_connector_worker_meta=report))
-    assert not pinned(waiting)
-    assert not waiting.has_pending_saves
-    assert waiting.build_meta(output_of()).save == []
-    assert waiting.stats.take()["sums"]["chunks_unsaved"] == 1
-    decode_step(waiting, CHUNK)  # recomputed
-    (save,) = waiting.build_meta(output_of()).save
-    assert save.blocks.tolist() == [[1, 2]]
-
-
-def test_what_waits_is_picked_once_whatever_a_lookup_says_meanwhile(waiting):
-    """A request with the same prefix asks: the card does not have it yet."""
-    state = waiting._states["r"]
-    waiting.saves.consider_again(state)
-    decode_step(waiting, CHUNK)
-    assert pinned(waiting) == [1, 2]
-    assert [block.ref_cnt for block in waiting.saves.pool.blocks[1:3]] == [1, 1]
-    (save,) = waiting.build_meta(output_of()).save
-    assert save.blocks.tolist() == [[1, 2]]
-
-
 @pytest.mark.parametrize("resumable", [True, False])
 def test_streaming_session_is_left_alone(side, resumable):
     """Between its turns vLLM takes back a token that its block hashes may have named already."""
@@ -514,21 +330,3 @@ def test_streaming_session_is_left_alone(side, resumable):
     idle = connector.build_connector_meta(output_of())  # in which whatever waits goes out
     assert bool(idle.save) is not resumable
     assert side.has_pending_saves is not resumable
-
-
-@pytest.mark.parametrize("num_computed", [0, CHUNK])
-def test_reset_gives_other_keys_and_leaves_alone_what_is_half_computed(waiting, num_computed):
-    """What vLLM computed before may come from other weights; what it begins anew may not."""
-    state = waiting._states["r"]
-    state.request.num_computed_tokens = num_computed
-    before = {key.tobytes() for key in state.keys}
-    waiting.reset()
-    assert not pinned(waiting)
-    assert not waiting.saves._known
-    for computed in range(2 * CHUNK - 1, 4 * CHUNK):
-        meta = decode_step(waiting, computed)
-        saved = {key.tobytes() for chunks in meta.save for key in chunks.keys}
-        assert saved.isdisjoint(before)
-    after = {key.tobytes() for key in state.keys}
-    assert bool(after) is (num_computed == 0)
-    assert after.isdisjoint(before)

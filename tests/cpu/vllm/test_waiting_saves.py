@@ -1,0 +1,105 @@
+"""What the scheduler side saves waits for company, pinned: few chunks, for some steps."""
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.scheduler_rig import CHUNK, decode_step, output_of, request_of
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def waiting(side, module, monkeypatch):
+    """A request of four chunks that decodes; the limits are two chunks and three steps."""
+    saves = importlib.import_module(module.SaveSide.__module__)
+    monkeypatch.setattr(saves, "ENOUGH_CHUNKS", 2)
+    monkeypatch.setattr(saves, "MAX_WAIT_STEPS", 3)
+    request = request_of(8 * 32, 0)
+    side.on_new_request(request)
+    new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=(list(range(1, 9)),))
+    assert side.build_meta(output_of([new], {"r": CHUNK})).save == []
+    return side
+
+
+def pinned(side):
+    return [block.block_id for block in side.saves.pool.blocks if block.ref_cnt]
+
+
+def test_small_save_waits_some_steps_for_company(waiting):
+    assert pinned(waiting) == [1, 2], "nobody may write over what waits"
+    assert waiting.saves.num_pinned == 2
+    assert waiting.has_pending_saves
+    waited = [decode_step(waiting, CHUNK + i).save for i in range(2)]
+    assert waited == [[], []]
+    meta = decode_step(waiting, CHUNK + 2)
+    assert [chunks.blocks.tolist() for chunks in meta.save] == [[[1, 2]]]
+    assert waiting.saves.num_pinned == 2, "until every rank has copied it"
+    waiting.saves.released(meta.step, 1)
+    assert not pinned(waiting)
+    # The next one waits as long as the first.
+    assert decode_step(waiting, 2 * CHUNK - 1).save == []
+    assert [len(decode_step(waiting, 2 * CHUNK + i).save) for i in range(3)] == [0, 0, 1]
+
+
+def test_enough_chunks_go_out_with_the_step_that_completes_the_last(waiting):
+    (save,) = decode_step(waiting, 2 * CHUNK - 1).save
+    assert save.blocks.tolist() == [[1, 2], [3, 4]]
+
+
+def test_nothing_waits_while_nothing_computes(waiting):
+    (save,) = waiting.build_meta(output_of()).save
+    assert save.blocks.tolist() == [[1, 2]]
+
+
+def test_nothing_waits_where_vllm_wants_blocks(waiting):
+    """It asks before it preempts, and waits for pins as long as there are any."""
+    assert waiting.frees_soon()
+    meta = decode_step(waiting, CHUNK)
+    assert [chunks.blocks.tolist() for chunks in meta.save] == [[[1, 2]]]
+    waiting.saves.released(meta.step, 1)
+    assert not waiting.frees_soon()
+    decode_step(waiting, CHUNK + 1)
+    assert decode_step(waiting, 2 * CHUNK - 1).save == [], "it was in a hurry once"
+
+
+def test_what_waits_when_a_restore_fails_is_not_saved_but_picked_anew(waiting, module):
+    """It may have been computed from pages that never came, and before the ranks drop saves."""
+    report = module.AdpWorkerMetadata(failed_step=1)
+    waiting.on_output(SimpleNamespace(kv_connector_worker_meta=report))
+    assert not pinned(waiting)
+    assert not waiting.has_pending_saves
+    assert waiting.build_meta(output_of()).save == []
+    assert waiting.stats.take()["sums"]["chunks_unsaved"] == 1
+    decode_step(waiting, CHUNK)  # recomputed
+    (save,) = waiting.build_meta(output_of()).save
+    assert save.blocks.tolist() == [[1, 2]]
+
+
+def test_what_waits_is_picked_once_whatever_a_lookup_says_meanwhile(waiting):
+    """A request with the same prefix asks: the card does not have it yet."""
+    state = waiting._states["r"]
+    waiting.saves.consider_again(state)
+    decode_step(waiting, CHUNK)
+    assert pinned(waiting) == [1, 2]
+    assert [block.ref_cnt for block in waiting.saves.pool.blocks[1:3]] == [1, 1]
+    (save,) = waiting.build_meta(output_of()).save
+    assert save.blocks.tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("num_computed", [0, CHUNK])
+def test_reset_gives_other_keys_and_leaves_alone_what_is_half_computed(waiting, num_computed):
+    """What vLLM computed before may come from other weights; what it begins anew may not."""
+    state = waiting._states["r"]
+    state.request.num_computed_tokens = num_computed
+    before = {key.tobytes() for key in state.keys}
+    waiting.reset()
+    assert not pinned(waiting)
+    for computed in range(2 * CHUNK - 1, 4 * CHUNK):
+        meta = decode_step(waiting, computed)
+        saved = {key.tobytes() for chunks in meta.save for key in chunks.keys}
+        assert saved.isdisjoint(before)
+    after = {key.tobytes() for key in state.keys}
+    assert bool(after) is (num_computed == 0)
+    assert after.isdisjoint(before)
