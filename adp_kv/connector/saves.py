@@ -19,6 +19,7 @@ overwritten by the next step and never waits, nor does anything else of its mode
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ from adp_kv.wire.keys import part_keys
 MAX_KNOWN_CHUNKS = 1 << 20
 ENOUGH_CHUNKS = 8
 """So many picked chunks, over all parts, go out with the step that picks the last of them."""
-MAX_WAIT_STEPS = 32
-"""Fewer go out so many steps after the first was picked: 0.2 s of steps of 6 ms."""
+MAX_WAIT_S = 0.2
+"""Fewer go out so long after the first was picked, some thirty steps of a batch that decodes."""
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class SaveSide:
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._picked = Selection()
         self._picked_keys: set[bytes] = set()
-        self._waited_steps = 0
+        self._wait_ends: float | None = None
         self._in_a_hurry = False
         # Parts of which every chunk is stored; of others what is at certain boundaries.
         self._by_tokens = [p.index for p in engine.parts if engine.every_state or not p.recurrent]
@@ -245,13 +246,15 @@ class SaveSide:
         self._in_a_hurry = True
 
     def _may_wait(self) -> bool:
-        """Return whether what is picked may wait for company once more; counts the steps."""
-        self._waited_steps += 1
-        few = self._picked.num_chunks < ENOUGH_CHUNKS and self._waited_steps <= MAX_WAIT_STEPS
+        """Return whether what is picked may wait for company once more."""
+        now = time.monotonic()
+        if self._wait_ends is None:
+            self._wait_ends = now + MAX_WAIT_S
+        few = self._picked.num_chunks < ENOUGH_CHUNKS and now < self._wait_ends
         return few and not self._has_states
 
     def _take_picked(self) -> list[Chunks]:
-        self._waited_steps = 0
+        self._wait_ends = None
         self._picked_keys.clear()
         return self._picked.take()
 

@@ -1,21 +1,29 @@
-"""What the scheduler side saves waits for company, pinned: few chunks, for some steps."""
+"""What the scheduler side saves waits for company, pinned: few chunks, for a moment."""
 
 import importlib
 from types import SimpleNamespace
 
 import pytest
 
+from tests.support.clock import FakeClock
 from tests.support.scheduler_rig import CHUNK, decode_step, output_of, request_of
 
 pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture
-def waiting(side, module, monkeypatch):
-    """A request of four chunks that decodes; the limits are two chunks and three steps."""
-    saves = importlib.import_module(module.SaveSide.__module__)
+def clock(module, monkeypatch):
+    """Time that stands still but for what a test adds; the limits are two chunks and 3 s."""
+    saves, clock = importlib.import_module(module.SaveSide.__module__), FakeClock()
     monkeypatch.setattr(saves, "ENOUGH_CHUNKS", 2)
-    monkeypatch.setattr(saves, "MAX_WAIT_STEPS", 3)
+    monkeypatch.setattr(saves, "MAX_WAIT_S", 3.0)
+    monkeypatch.setattr(saves, "time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+@pytest.fixture
+def waiting(side, clock):
+    """A request of four chunks that decodes, its first chunk picked now."""
     request = request_of(8 * 32, 0)
     side.on_new_request(request)
     new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=(list(range(1, 9)),))
@@ -27,20 +35,22 @@ def pinned(side):
     return [block.block_id for block in side.saves.pool.blocks if block.ref_cnt]
 
 
-def test_small_save_waits_some_steps_for_company(waiting):
+def test_small_save_waits_a_moment_for_company(waiting, clock):
     assert pinned(waiting) == [1, 2], "nobody may write over what waits"
     assert waiting.saves.num_pinned == 2
     assert waiting.has_pending_saves
-    waited = [decode_step(waiting, CHUNK + i).save for i in range(2)]
-    assert waited == [[], []]
-    meta = decode_step(waiting, CHUNK + 2)
+    clock.advance(2.9)
+    assert decode_step(waiting, CHUNK).save == []
+    clock.advance(0.1)
+    meta = decode_step(waiting, CHUNK + 1)
     assert [chunks.blocks.tolist() for chunks in meta.save] == [[[1, 2]]]
     assert waiting.saves.num_pinned == 2, "until every rank has copied it"
     waiting.saves.released(meta.step, 1)
     assert not pinned(waiting)
-    # The next one waits as long as the first.
-    assert decode_step(waiting, 2 * CHUNK - 1).save == []
-    assert [len(decode_step(waiting, 2 * CHUNK + i).save) for i in range(3)] == [0, 0, 1]
+    clock.advance(100)
+    assert decode_step(waiting, 2 * CHUNK - 1).save == [], "the next one waits as long"
+    clock.advance(3)
+    assert len(decode_step(waiting, 2 * CHUNK).save) == 1
 
 
 def test_enough_chunks_go_out_with_the_step_that_completes_the_last(waiting):
