@@ -13,9 +13,9 @@ every rank has copied it, so neither the end of its request nor preemption can g
 Small saves wait for company. A save costs every rank about a millisecond of the interpreter that
 vLLM's own thread needs, whatever its size, and a batch that decodes completes a chunk every few
 steps. So few chunks wait, pinned, until there are more or a moment has passed; never over a step in
-which nothing computes, nor where vLLM wants blocks, nor over a failed restore, from whose pages they
-may have been computed. A state is overwritten by the next step and never waits, nor does anything
-else of its model.
+which nothing computes, nor where vLLM wants blocks, nor over a failed restore, from whose pages
+they may have been computed. A state is overwritten by the next step and never waits, nor does
+anything else of its model.
 """
 
 from __future__ import annotations
