@@ -10,12 +10,12 @@ a later request stores the chunk.
 Pins: a block that a save reads is touched in vLLM's block pool from its selection until
 every rank has copied it, so neither the end of its request nor preemption can give it away.
 
-Small saves wait for company. A save costs every rank about a millisecond of the interpreter that
-vLLM's own thread needs, whatever its size, and a batch that decodes completes a chunk every few
-steps. So few chunks wait, pinned, until there are more or a moment has passed; never over a step in
-which nothing computes, nor where vLLM wants blocks, nor over a failed restore, from whose pages
-they may have been computed. A state is overwritten by the next step and never waits, nor does
-anything else of its model.
+Small saves of large batches wait for company. A save costs every rank about a millisecond of the
+interpreter that vLLM's own thread needs, whatever its size, and a large batch that decodes
+completes a chunk every few steps. So few chunks wait, pinned, until there are more or a moment has
+passed; never where few requests compute, or none; nor where vLLM wants blocks, nor over a failed
+restore, from whose pages they may have been computed. A state is overwritten by the next step and
+never waits, nor does anything else of its model.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from adp_kv.metrics import Recorder
 from adp_kv.wire.keys import part_keys
 
 MAX_KNOWN_CHUNKS = 1 << 20
+LARGE_BATCH = 8
+"""In steps of fewer requests nothing waits: chunks are seldom completed there."""
 ENOUGH_CHUNKS = 8
 """So many picked chunks, over all parts, go out with the step that picks the last of them."""
 MAX_WAIT_S = 0.2
@@ -227,14 +229,14 @@ class SaveSide:
         self._picked.add(part.index, key, blocks, state.request.request_id)
         self._stats.add("chunks_saved")
 
-    def take(self, step: int, *, idle: bool) -> list[Chunks]:
+    def take(self, step: int, num_requests: int) -> list[Chunks]:
         """Return what goes out as a step's save; its blocks stay pinned until released().
 
         Args:
             step: its number.
-            idle: nothing computes in it.
+            num_requests: that compute in it.
         """
-        at_once, self._in_a_hurry = idle or self._in_a_hurry, False
+        at_once, self._in_a_hurry = num_requests < LARGE_BATCH or self._in_a_hurry, False
         if not self._picked or (not at_once and self._may_wait()):
             return []
         save = self._take_picked()

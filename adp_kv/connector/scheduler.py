@@ -371,7 +371,7 @@ class SchedulerSide:
             acknowledged_failure=self._acknowledged_failure,
             restore=self._restore.take(),
             async_restore=self._async_restore.take(),
-            save=self.saves.take(self._step, idle=idle),
+            save=self.saves.take(self._step, len(output.num_scheduled_tokens)),
         )
 
     def _follow_blocks(self, output: Any) -> None:

@@ -74,8 +74,6 @@ def make(monkeypatch, module):
     monkeypatch.setattr(module, "LookupClient", Client)
     monkeypatch.setattr(module, "hashes_repeatable", lambda: True)
     monkeypatch.setattr(module, "root_hash", lambda: b"root")
-    # Each chunk goes out with the step that picks it (test_waiting_saves.py has those that wait).
-    monkeypatch.setattr(importlib.import_module(module.SaveSide.__module__), "ENOUGH_CHUNKS", 1)
 
     def make(parts, **facts):
         engine = module.EngineView(
@@ -369,7 +367,7 @@ def test_longer_hit_on_the_card_needs_no_trimming(make):
 
 def test_nothing_of_a_model_with_states_waits_for_company(make, module, monkeypatch):
     """The next step writes over a state; its chunk is of use only with the rest of it."""
-    monkeypatch.setattr(importlib.import_module(module.SaveSide.__module__), "ENOUGH_CHUNKS", 9)
+    monkeypatch.setattr(importlib.import_module(module.SaveSide.__module__), "LARGE_BATCH", 1)
     side = make((FULL, STATE))
     arrive(side, 200)
     assert set(step(side, 64, first=(ids(1, 4), [57]))) == {0, 1}

@@ -73,9 +73,7 @@ class Story:
 def _start(engine: Engine, case: Case, deployment: Deployment, mode: str) -> None:
     args = {"tensor_parallel_size": case.tp} if case.tp > 1 else {}
     settings = {"chunk_size": CHUNK, "load_mode": mode, "nvlink_fanout": case.fanout}
-    connector = deployment.connector(**settings)
-    connector["kv_connector_module_path"] = "tests.support.saves_at_once"
-    engine.start(case.model, connector, **args)
+    engine.start(case.model, deployment.connector(**settings), **args)
 
 
 def _one(engine: Engine, tokens: list[int]) -> Completion:

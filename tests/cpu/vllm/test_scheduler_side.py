@@ -19,12 +19,6 @@ from tests.support.scheduler_rig import CHUNK, decode_step, output_of, request_o
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture
-def no_company(monkeypatch, module):
-    """Each chunk goes out with the step that picks it."""
-    monkeypatch.setattr(importlib.import_module(module.SaveSide.__module__), "ENOUGH_CHUNKS", 1)
-
-
 def test_chunk_filled_by_the_last_token_is_pinned_before_its_blocks_are_freed(side, module):
     request = request_of(CHUNK - 1, 0)
     side.on_new_request(request)
@@ -100,7 +94,6 @@ def test_request_that_ended_badly_saves_nothing_more(side, status):
     assert not any(block.ref_cnt for block in side.saves.pool.blocks)
 
 
-@pytest.mark.usefixtures("no_company")
 @pytest.mark.parametrize("how", ["layerwise", "async"])
 def test_chunk_whose_restore_failed_is_stored_again(side, module, how):
     request = request_of(CHUNK, 0)
@@ -284,7 +277,6 @@ def test_request_that_ended_before_the_step_is_not_concerned(side, module):
     assert side.saves.pool.evicted == {1}
 
 
-@pytest.mark.usefixtures("no_company")
 def test_decoding_asks_for_keys_only_where_a_chunk_is_complete(side, monkeypatch):
     request = request_of(4 * 32, 0)
     side.on_new_request(request)
@@ -298,7 +290,6 @@ def test_decoding_asks_for_keys_only_where_a_chunk_is_complete(side, monkeypatch
     assert saved == looked == [CHUNK - 1, 2 * CHUNK - 1]
 
 
-@pytest.mark.usefixtures("no_company")
 def test_after_a_failed_restore_decoding_stores_again_what_it_had(side, module):
     request = request_of(4 * 32, 0)
     side.on_new_request(request)
@@ -325,8 +316,8 @@ def test_streaming_session_is_left_alone(side, resumable):
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     connector.update_state_after_alloc(request, SimpleNamespace(blocks=([],)), 0)
     new = SimpleNamespace(req_id="r", num_computed_tokens=0, block_ids=([1, 2, 3, 4],))
-    connector.build_connector_meta(output_of([new], {"r": CHUNK}))
+    meta = connector.build_connector_meta(output_of([new], {"r": CHUNK}))
+    assert bool(meta.save) is not resumable
     connector.request_finished(request, [1, 2, 3, 4])
-    idle = connector.build_connector_meta(output_of())  # in which whatever waits goes out
-    assert bool(idle.save) is not resumable
+    assert connector.build_connector_meta(output_of()).save == []
     assert side.has_pending_saves is not resumable

@@ -13,8 +13,9 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture
 def clock(module, monkeypatch):
-    """Time that stands still but for what a test adds; the limits are two chunks and 3 s."""
+    """Time that stands still but for what a test adds; one request is many, two chunks enough."""
     saves, clock = importlib.import_module(module.SaveSide.__module__), FakeClock()
+    monkeypatch.setattr(saves, "LARGE_BATCH", 1)
     monkeypatch.setattr(saves, "ENOUGH_CHUNKS", 2)
     monkeypatch.setattr(saves, "MAX_WAIT_S", 3.0)
     monkeypatch.setattr(saves, "time", SimpleNamespace(monotonic=clock))
@@ -56,6 +57,13 @@ def test_small_save_waits_a_moment_for_company(waiting, clock):
 def test_enough_chunks_go_out_with_the_step_that_completes_the_last(waiting):
     (save,) = decode_step(waiting, 2 * CHUNK - 1).save
     assert save.blocks.tolist() == [[1, 2], [3, 4]]
+
+
+def test_nothing_waits_in_a_small_batch(waiting, module, monkeypatch):
+    saves = importlib.import_module(module.SaveSide.__module__)
+    monkeypatch.setattr(saves, "LARGE_BATCH", 2)
+    (save,) = decode_step(waiting, CHUNK).save
+    assert save.blocks.tolist() == [[1, 2]]
 
 
 def test_nothing_waits_while_nothing_computes(waiting):
