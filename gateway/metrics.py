@@ -59,6 +59,7 @@ METRICS = (
     Metric("put_objects_given_up", "counter", "objects of requests that ended before the write"),
     Metric("bytes_written", "counter", "bytes of objects_written"),
     Metric("chunks_committed", "counter", "chunks whose every object was written: now offered"),
+    Metric("chunks_discarded", "counter", "chunks deleted again: their save failed half-way"),
     Metric("chunks_out_of_reach", "counter", "chunks not saved: a database does not answer"),
     Metric("chunks_already_stored", "counter", "chunks that a save named and that were there"),
     Metric("jobs_expired", "counter", "saves of a step forgotten after job_deadline_s"),

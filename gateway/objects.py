@@ -229,6 +229,21 @@ class ObjectStore:
         batch, starts = self._fragments(Op.WRITE, objects, addresses, lengths, _groups(chunks))
         self._submit(batch, starts, then, quiet)
 
+    def delete(
+        self, objects: KeyArray, chunks: KeyArray, lengths: NDArray[np.int64], then: Then
+    ) -> None:
+        """Delete objects, each of a chunk; `then` gets ABSENT where a fragment was not there.
+
+        Args:
+            objects: uint64 [n, 2], no two alike.
+            chunks: uint64 [n, 2].
+            lengths: int64 [n] bytes, as they would be written.
+            then: told of each.
+        """
+        nowhere = np.zeros(len(objects), dtype=np.int64)
+        batch, starts = self._fragments(Op.DELETE, objects, nowhere, lengths, _groups(chunks))
+        self._submit(batch, starts, then)
+
     def reachable(self, chunks: KeyArray, sizes: Mapping[int, int]) -> NDArray[np.bool_]:
         """Return which chunks have no fragment in a database that is left out: bool [n].
 

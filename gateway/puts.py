@@ -7,9 +7,13 @@ model's KV cache groups are parts with chunks of their own). Chunks that
 have a commit record when the job begins, and repetitions of a chunk within the job,
 are not written (NO_SLOT); nor are chunks of which an object or the record would go to a
 database that is left out. When every put of the job has ended, the chunks of which every
-object was written get their commit record: a chunk half written is never offered. A put
-that fails leaves objects without a commit record, which a later put of the same chunk
-overwrites.
+object was written get their commit record: a chunk half written is never offered. What was
+written of the others, and of chunks whose record the card refused, is deleted, so that it
+takes no room of chunks that are whole: where the card is this gateway's alone
+(CardLimits.exclusive), where the card says that the chunk has no record, and where no other
+job has it, which then decides at its own end. What the card still writes of a job that
+expired comes later and stays for the card's uncommitted_s, or until a later put of the
+chunk overwrites it; so do the objects of a record that the card did not answer about.
 
 Contract of requests, threads and failure: requests.py.
 """
@@ -22,32 +26,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adp_kv.errors import WireError
-from adp_kv.wire.keys import KeyArray
+from adp_kv.wire.keys import KeyArray, object_keys
 from adp_kv.wire.messages import NO_SLOT, Put
 from gateway.cards.base import Status, StatusArray
 from gateway.requests import Context, Request, RequestTable, SlotBatch, count_failures
 
+_DELETE_OBJECTS = 4096  # of a batch: about as many as a save writes at once
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Job:
     """The puts of one set of chunks.
 
     Attributes:
         packed_chunks: as every put of the job sends them.
         missing: bool [n]: which chunks are to be written; None until the card answered.
-        num_caches: of the part: objects a chunk has.
+        sizes: bytes of a chunk's object, by cache of the part.
         num_written: int64 [n] objects written of each chunk.
+        begun: bool [n]: chunks of which the card may have something without a record.
         open_caches: caches whose put has not ended.
     """
 
     packed_chunks: bytes
     chunks: KeyArray
-    num_caches: int
+    sizes: dict[int, int]
     num_written: NDArray[np.int64]
+    begun: NDArray[np.bool_]
     open_caches: set[int]
     deadline: float
     missing: NDArray[np.bool_] | None = None
     claimed: set[int] = field(default_factory=set)
+
+    @property
+    def whole(self) -> NDArray[np.bool_]:
+        """Which chunks have every object on the card: bool [n]."""
+        return np.equal(self.num_written, len(self.sizes))
 
 
 class PutTable(RequestTable):
@@ -58,6 +71,7 @@ class PutTable(RequestTable):
     def __init__(self, context: Context, job_deadline_s: float) -> None:
         super().__init__(context)
         self._jobs: dict[tuple[int, int], Job] = {}  # by job and part
+        self._committing: list[KeyArray] = []  # chunks whose record is on its way to the card
         self._job_deadline_s = job_deadline_s
 
     @property
@@ -88,8 +102,9 @@ class PutTable(RequestTable):
         job = Job(
             packed_chunks=put.chunks,
             chunks=chunks,
+            sizes=sizes,
             num_written=np.zeros(len(chunks), dtype=np.int64),
-            num_caches=len(part),
+            begun=np.zeros(len(chunks), dtype=np.bool_),
             open_caches=part,
             deadline=self._ctx.clock() + self._job_deadline_s,
         )
@@ -147,8 +162,14 @@ class PutTable(RequestTable):
                 self._ctx.counters.add("objects_not_filled", int(wanted.sum()))
             self._drop(request, batch)
             return
+        job = self._job_of(request)
+        if job is None:  # it expired: nothing of it will be found
+            self._ctx.counters.add("put_objects_given_up", int(wanted.sum()))
+            self._drop(request, batch)
+            return
         written = batch.first + np.flatnonzero(wanted)
         batch.at_card = True
+        job.begun[request.chunk_of(written)] = True
         self._ctx.store.write(
             request.objects[written],
             request.chunks[request.chunk_of(written)],
@@ -185,24 +206,75 @@ class PutTable(RequestTable):
         if not job.open_caches:
             del self._jobs[self._number(put)]
             self._commit(job)
+            self._discard(job, job.begun & ~job.whole)
 
     def _commit(self, job: Job) -> None:
-        whole = job.num_written == job.num_caches
-        if not whole.any():
+        rows = np.flatnonzero(job.whole)
+        if not rows.size:
+            return
+        chunks = job.chunks[rows]
+        self._committing.append(chunks)
+
+        def then(status: StatusArray) -> None:
+            self._committing = [other for other in self._committing if other is not chunks]
+            self._ctx.counters.add("chunks_committed", int((status == 0).sum()))
+            # One that was not answered may be taken yet: its objects must be there then.
+            refused = np.zeros(len(job.chunks), dtype=np.bool_)
+            refused[rows] = (status != Status.OK) & (status != Status.UNREACHABLE)
+            self._discard(job, refused)
+
+        self._ctx.store.commit(chunks, then)
+
+    def _discard(self, job: Job, lost: NDArray[np.bool_]) -> None:
+        """Delete what the card has of chunks (bool [n]) of a job that has ended."""
+        if not lost.any() or not self._ctx.store.card.limits.exclusive:
+            return
+        chunks = np.unique(job.chunks[lost], axis=0)
+        chunks = chunks[~self._left_to_others(chunks)]
+        if not chunks.size:
             return
 
         def then(status: StatusArray) -> None:
-            self._ctx.counters.add("chunks_committed", int((status == 0).sum()))
+            # Others have a record, of a job that ended sooner; or a job that came meanwhile.
+            absent = chunks[status == Status.ABSENT]
+            absent = absent[~self._left_to_others(absent)]
+            step = max(1, _DELETE_OBJECTS // len(job.sizes))
+            for first in range(0, len(absent), step):
+                self._delete(absent[first : first + step], job.sizes)
 
-        self._ctx.store.commit(job.chunks[whole], then)
+        self._ctx.store.committed(chunks, then)
+
+    def _left_to_others(self, chunks: KeyArray) -> NDArray[np.bool_]:
+        """Return which chunks an open job or a commit under way has: bool [n]; tell the jobs.
+
+        Told by the first word of the key, by which a card groups values.
+        """
+        left = np.zeros(len(chunks), dtype=np.bool_)
+        for other in self._committing:
+            left |= np.isin(chunks[:, 0], other[:, 0])
+        for job in self._jobs.values():
+            job.begun |= np.isin(job.chunks[:, 0], chunks[:, 0])
+            left |= np.isin(chunks[:, 0], job.chunks[:, 0])
+        return left
+
+    def _delete(self, chunks: KeyArray, sizes: dict[int, int]) -> None:
+        lengths = np.repeat(np.array(list(sizes.values()), dtype=np.int64), len(chunks))
+
+        def then(status: StatusArray) -> None:
+            failed = (status > Status.ABSENT).reshape(len(sizes), len(chunks)).any(axis=0)
+            self._ctx.counters.add("chunks_discarded", int((~failed).sum()))
+
+        objects = object_keys(chunks, list(sizes))
+        self._ctx.store.delete(objects, np.tile(chunks, (len(sizes), 1)), lengths, then)
 
     def tick(self) -> None:
-        """As for every table; a job whose puts never all came is forgotten uncommitted."""
+        """As for every table; a job whose puts never all came goes uncommitted."""
         now = self._ctx.clock()
         for number, job in list(self._jobs.items()):
             if now > job.deadline:
                 del self._jobs[number]
                 self._ctx.counters.add("jobs_expired")
+                self._discard(job, job.begun)
         super().tick()
 
 

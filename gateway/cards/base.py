@@ -88,12 +88,16 @@ class CardLimits:
         num_databases: independent key spaces, read in parallel.
         uncommitted_s: how long values of a group without marker are kept; infinite for a
             card that evicts nothing.
+        exclusive: nobody but this process writes what the card holds, and a WRITE that is
+            submitted after a DELETE of its key wins. Only such a card is asked to delete what
+            a save that failed has written: on another it may be a second gateway's by now.
     """
 
     max_value_bytes: int
     alignment_bytes: int
     num_databases: int
     uncommitted_s: float = math.inf
+    exclusive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ class Batch:
         keys: uint64 [n, 2]; no key twice in one WRITE or DELETE batch.
         addresses: uint64 [n], host memory to fill or to read; READ and WRITE only.
         lengths: uint32 [n], value bytes; READ and WRITE only.
-        groups: uint64 [n], the group of each value, 0 for none; WRITE only, None for none.
+        groups: uint64 [n], the group of each value, 0 for none; WRITE needs it, None for none.
         namespace: 32 bits that stand for whoever writes; a quota is counted by it.
     """
 

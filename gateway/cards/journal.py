@@ -10,18 +10,22 @@ read, that is never wrong bytes.
 
 compact() rewrites a journal in which dead records dominate while it is in use: piece by
 piece it asks the owner which records are live and copies those; what was appended
-meanwhile is copied as it is; then the new file, synced but for the last few records, is
-renamed over the old and synced whole. A key that changed after its piece was asked for has a
-later record, which wins. A kill at any point leaves the old journal or the new one.
+meanwhile is copied as it is. From then on the copy is the journal's shadow: append() writes
+to both and sync() waits for both, while the copy is synced and then renamed over the old. So
+the new file has on the device what any sync() that ended had there in the old one. A key
+that changed after its piece was asked for has a later record, which wins. A kill or a power
+loss at any point leaves the old journal or the new one.
 
 Threads. The owner's lock is held around append(); sync() and compact(), which takes that
 lock itself, may run beside it, one of each. Nothing waits for the device under that lock.
 Failure scope. A failed append leaves the file as it was; if that can't be had the
-journal refuses from then on. A compaction that fails leaves the journal as it is.
+journal refuses from then on. A compaction that fails, as with a shadow that can't be written
+or synced, leaves the journal as it is.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -73,8 +77,10 @@ class Journal:
         self._identity = identity
         self._broken = False
         self._size = 0
-        self._fd_lock = threading.Lock()  # who replaces _fd against who waits for it
-        self._renamed = False  # the directory's entry is not on the device yet
+        self._fd_lock = threading.Lock()  # who replaces _fd or _shadow against who waits for them
+        self._shadow: _Copy | None = None  # set and closed with the owner's lock and _fd_lock
+        self._renames = 0
+        self._renames_synced = 0  # of them, those that the directory on the device has
         self.live: RecordArray = np.empty(0, dtype=RECORD)
         self.discarded_bytes = 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -113,25 +119,52 @@ class Journal:
             self._undo()
             raise
         self._size += records.nbytes
+        shadow = self._shadow
+        if shadow is not None:
+            try:
+                shadow.add(records)
+            except OSError:
+                self._drop_shadow(shadow)
 
     def forget_live(self) -> None:
         """Drop `live` once it has been taken over: 64 bytes a value."""
         self.live = np.empty(0, dtype=RECORD)
 
     def sync(self) -> None:
-        """Wait until the device has what was appended."""
-        with self._fd_lock:
-            descriptor = os.dup(self._fd)
-            renamed, self._renamed = self._renamed, False
+        """Wait until the device has what was appended before this call."""
+        descriptors: list[int] = []
+        try:
+            with self._fd_lock:
+                shadow, renames = self._shadow, self._renames
+                descriptors.append(os.dup(self._fd))
+                if shadow is not None:
+                    descriptors.append(os.dup(shadow.descriptor))
+            os.fdatasync(descriptors[0])
+            if shadow is not None:
+                self._sync_shadow(shadow, descriptors[1])
+            # Not noted before it is done: another sync() may end first, and promise as much.
+            if renames > self._renames_synced:
+                sync_directory(self._path.parent)
+                self._renames_synced = renames
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _sync_shadow(self, shadow: _Copy, descriptor: int) -> None:
         try:
             os.fdatasync(descriptor)
-            if renamed:
-                sync_directory(self._path.parent)
         except OSError:
-            self._renamed |= renamed
-            raise
-        finally:
-            os.close(descriptor)
+            # The kernel says it once, here: the compaction's own fsync need not hear of it.
+            if not self._drop_shadow(shadow):
+                raise  # it may be the journal by now
+
+    def _drop_shadow(self, shadow: _Copy) -> bool:
+        """Let its compaction fail; return whether it was under way still."""
+        with self._fd_lock:
+            dropped = self._shadow is shadow
+            if dropped:
+                self._shadow = None
+        return dropped
 
     def close(self) -> None:
         """Close the file; safe to call twice."""
@@ -168,11 +201,9 @@ class Journal:
                 raise InterruptedError(0, "the card closes")
             position = self._catch_up(copy, end, lock, pause)
             os.fsync(descriptor)
-            # What came while that took its time, so that little is left to the last one.
+            # What came while that took its time, so that little is left to copy with the lock.
             position = self._catch_up(copy, position, lock, pause)
-            os.fsync(descriptor)
-            with lock:
-                old = self._take_over(copy, position, temporary)
+            old = self._shadow_and_take_over(copy, position, lock, temporary)
         except OSError as error:
             # No room for both, say: the long journal serves as well, only slower to open.
             _logger.warning("%s: not compacted: %s", self._path, error.strerror)
@@ -216,13 +247,33 @@ class Journal:
             copy.add(_read(self._fd, position, end - position))
             position = end
 
-    def _take_over(self, copy: _Copy, position: int, temporary: Path) -> int:
-        """Copy the rest and put the copy in place, the owner's lock held; return the old file."""
-        copy.add(_read(self._fd, position, self._size - position))
-        temporary.replace(self._path)
+    def _shadow_and_take_over(
+        self, copy: _Copy, position: int, lock: threading.Lock, temporary: Path
+    ) -> int:
+        """Copy the rest, sync the copy and put it in place; return the old file."""
+        try:
+            with lock:
+                copy.add(_read(self._fd, position, self._size - position))
+                with self._fd_lock:
+                    self._shadow = copy
+            os.fsync(copy.descriptor)
+            with lock:
+                return self._take_over(copy, temporary)
+        except BaseException:
+            # With the lock: no append is writing to the descriptor that is closed next.
+            with lock:
+                self._drop_shadow(copy)
+            raise
+
+    def _take_over(self, copy: _Copy, temporary: Path) -> int:
+        """Put the synced shadow in place, the owner's lock held; return the old file."""
         with self._fd_lock:
+            if self._shadow is not copy:
+                raise OSError(errno.EIO, "the copy could not be written or synced")
+            temporary.replace(self._path)
             old, self._fd = self._fd, copy.descriptor
-            self._renamed = True
+            self._shadow = None
+            self._renames += 1
         self._size = copy.size
         return old
 

@@ -152,7 +152,11 @@ class MemoryCard(Card):
         """Make a closed card."""
         self._settings = settings
         self._limits = CardLimits(
-            settings.max_value_bytes, 1, settings.num_databases, settings.uncommitted_s
+            settings.max_value_bytes,
+            1,
+            settings.num_databases,
+            settings.uncommitted_s,
+            exclusive=True,
         )
         self._planner: WorkerPool | None = None
         self._num_copiers = settings.num_copiers

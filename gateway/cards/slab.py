@@ -76,7 +76,11 @@ class SlabCard(Card):
             alignment_of(Path(device)) for device in settings.devices or (settings.path,)
         )
         self._limits = CardLimits(
-            settings.slot_bytes, alignment, settings.num_databases, settings.uncommitted_s
+            settings.slot_bytes,
+            alignment,
+            settings.num_databases,
+            settings.uncommitted_s,
+            exclusive=True,
         )
         self._store: Store | None = None
         self._databases: list[Database] = []

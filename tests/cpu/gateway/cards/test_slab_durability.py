@@ -104,43 +104,75 @@ def test_killed_card_offers_nothing_broken(tmp_path, engine):
 
 
 class Tape:
-    """The writes of a card to its files, in order, with what was synced when."""
+    """The writes of a card to its files, in order, with what was synced and renamed when.
+
+    Attributes:
+        entries: (kind, file, offset, data); files go by the name they had first, the copies
+            of compactions by a number too.
+        meanwhile: called when the sync of a copy has ended, before its compaction goes on.
+    """
 
     def __init__(self, monkeypatch):
         self.entries = []
+        self.meanwhile = lambda: None
+        self._files = {}  # by name, of those that were renamed
+        self._num_copies = 0
         real_pwrite, real_write_all = io_engine._pwrite, journal._write_all
-        real_sync = os.fdatasync
+        real_sync, real_fsync, real_replace = os.fdatasync, os.fsync, Path.replace
 
         def pwrite(fd, address, length, offset):
             done = real_pwrite(fd, address, length, offset)
             data = bytes(io_engine.ctypes.string_at(address, length))
-            self.entries.append(("write", self._name(fd), offset, data))
+            self.entries.append(("write", self._file(fd), offset, data))
             return done
 
         def write_all(fd, data, offset):
             real_write_all(fd, data, offset)
-            self.entries.append(("write", self._name(fd), offset, bytes(data)))
+            self.entries.append(("write", self._file(fd), offset, bytes(data)))
 
         def fdatasync(fd):
+            file = self._file(fd)
             real_sync(fd)
-            self.entries.append(("sync", self._name(fd), 0, b""))
+            self.entries.append(("sync", file, 0, b""))
+
+        def fsync(fd):
+            real_fsync(fd)
+            if Path(f"/proc/self/fd/{fd}").is_dir():
+                self.entries.append(("directory", "", 0, b""))
+                return
+            self.entries.append(("sync", self._file(fd), 0, b""))
+            self.meanwhile()
+
+        def replace(path, target):
+            real_replace(path, target)
+            file = self._files[target.name] = f"{path.name}{self._num_copies}"
+            self._num_copies += 1
+            self.entries.append(("rename", file, 0, target.name))
 
         monkeypatch.setattr(io_engine, "_pwrite", pwrite)
         monkeypatch.setattr(journal, "_write_all", write_all)
         monkeypatch.setattr(os, "fdatasync", fdatasync)
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(Path, "replace", replace)
 
-    @staticmethod
-    def _name(fd):
-        return Path(f"/proc/self/fd/{fd}").readlink().name
+    def _file(self, fd):
+        name = Path(f"/proc/self/fd/{fd}").readlink().name
+        return self._files.get(name, f"{name}{self._num_copies}" if ".tmp" in name else name)
 
     def replay(self, start, path, end, rng=None):
         """Make `path` what `start` was, plus the writes up to `end`.
 
-        With `rng`, writes that no sync followed are there, torn or lost at random.
+        With `rng`, writes that no sync followed are there, torn or lost at random, and the
+        last of the renames that no sync of the directory followed are lost.
         """
         shutil.copytree(start, path)
         entries = self.entries[:end]
         last_sync = {name: i for i, (kind, name, _, _) in enumerate(entries) if kind == "sync"}
+        renames = [i for i, entry in enumerate(entries) if entry[0] == "rename"]
+        if rng is not None:
+            directory = max((i for i, e in enumerate(entries) if e[0] == "directory"), default=-1)
+            surely = sum(i < directory for i in renames)
+            renames = renames[: int(rng.integers(surely, len(renames) + 1))]
         for i, (kind, name, offset, data) in enumerate(entries):
             if kind != "write":
                 continue
@@ -151,9 +183,15 @@ class Tape:
                     continue
                 if fate < 0.6:
                     kept = int(rng.integers(0, len(data)))
+            (path / name).touch()
             with (path / name).open("r+b") as file:
                 file.seek(offset)
                 file.write(data[:kept])
+        for _, name, _, target in (entries[i] for i in renames):
+            (path / name).touch()
+            (path / name).replace(path / target)
+        for copy in path.glob("*.tmp*"):
+            copy.replace(copy.with_suffix(".tmp"))
 
 
 @pytest.fixture
@@ -166,18 +204,41 @@ def tape(tmp_path, monkeypatch):
     tape = Tape(monkeypatch)
     chunks = open_chunks(path, sync_interval_s=3600.0, sync_bytes=1 << 40, scrub_bytes_per_s=0)
     rng = np.random.default_rng(2)
-    tape.written, tape.acknowledged, tape.synced = {}, [], []
-    for version in range(FIRST_VERSION, FIRST_VERSION + 150):
-        number = int(rng.integers(NUM_CHUNKS))
+    tape.written, tape.acknowledged, tape.synced, tape.compactions = {}, [], [], []
+    databases = chunks.driver.card._databases
+    versions = iter(range(FIRST_VERSION, FIRST_VERSION + 300))
+
+    def flush():
+        for database in databases:
+            database.sync()
+        tape.synced.append(len(tape.entries))
+
+    def save():
+        version, number = next(versions), int(rng.integers(NUM_CHUNKS))
         tape.written.setdefault(number, []).append(version)
         stored = chunks.store(number, version)
         if not stored:
             chunks.driver.card._evictor.round()  # this workload does not wait for room
         tape.acknowledged.append((len(tape.entries), number, version if stored else None))
+        return stored
+
+    def meanwhile():
+        while not save():
+            pass
+        flush()
+        save()
+
+    for _ in range(150):
+        save()
         if rng.random() < 0.1:
-            for database in chunks.driver.card._databases:
-                database.sync()
-            tape.synced.append(len(tape.entries))
+            flush()
+        if rng.random() < 0.05:
+            database = databases[int(rng.integers(len(databases)))]
+            tape.meanwhile = meanwhile
+            begin = len(tape.entries)
+            assert database.journal.compact(database.table.lock, database.are_live, lambda: False)
+            tape.meanwhile = lambda: None
+            tape.compactions.append((begin, len(tape.entries)))
     assert chunks.driver.card.stats()["evicted_chunks"] > 10
     tape.evicted = chunks.driver.card.stats()["evicted_chunks"]
     chunks.driver.close()
@@ -200,8 +261,11 @@ def test_power_cut_loses_no_more_than_promised(tape, tmp_path):
     """Acknowledged before the last full sync: there, unless it was evicted or written over."""
     rng = np.random.default_rng(7)
     promised_in_all = corrupt = 0
-    for _ in range(40):
-        end = int(rng.integers(1, len(tape.entries)))
+    ends = rng.integers(1, len(tape.entries), 40).tolist()
+    assert len(tape.compactions) >= 4
+    for begin, end in tape.compactions:
+        ends += [int(rng.integers(begin, end)), *[end - 2] * 6, end - 1]  # renamed, not synced
+    for end in ends:
         path = tmp_path / "cut"
         tape.replay(tmp_path / "start", path, end, rng)
         chunks = open_chunks(path, evict_above=1.0)
@@ -224,18 +288,26 @@ def test_power_cut_loses_no_more_than_promised(tape, tmp_path):
 def promised(tape, end):
     """Return chunks stored before the last full sync that nothing has touched since."""
     full = max((s for s in tape.synced if s <= end), default=0)
-    last = {number: version for at, number, version in tape.acknowledged if at <= full}
-    touched = {number for at, number, _ in tape.acknowledged if at > full}
+    last = {number: (at, version) for at, number, version in tape.acknowledged if at <= full}
+    began = 0  # a save's writes lie between the answer before it and its own
+    touched = set()
+    for at, number, _ in tape.acknowledged:
+        if at > full and began < end:
+            touched.add(number)
+        began = at
     # What was evicted says so in the journals: a DELETE of its keys before the cut.
     deleted = {
-        record["key"].tobytes()
-        for kind, name, _, data in tape.entries[:end]
-        if kind == "write" and name.endswith(".journal")
+        record["key"].tobytes(): i
+        for i, (kind, name, _, data) in enumerate(tape.entries[:end])
+        if kind == "write" and not name.endswith(".data")
         for record in np.frombuffer(data, dtype=journal.RECORD)
         if record["kind"] == 3
     }
-    gone = {number for number in last if marker_key(number) in deleted}
-    return [n for n, version in last.items() if version and n not in touched and n not in gone]
+    return [
+        n
+        for n, (at, version) in last.items()
+        if version and n not in touched and deleted.get(marker_key(n), -1) < at
+    ]
 
 
 @pytest.mark.parametrize("seed", range(6))
