@@ -23,7 +23,7 @@ from tests.support.gateways import Gateway
 from tests.support.server import Server
 
 OFF_LINE = "External KV cache turned off on this rank"
-COMMIT_TIMEOUT_S = 30.0
+COMMIT_TIMEOUT_S = 60.0
 CARD: dict[str, object] = {
     "capacity_bytes": "128MiB",
     "num_databases": 2,

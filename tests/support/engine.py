@@ -26,7 +26,7 @@ from tests.support.process import PYTHON, Child, ChildError, wait_until
 
 START_TIMEOUT_S = 240.0
 GENERATE_TIMEOUT_S = 120.0
-RESET_TIMEOUT_S = 30.0
+RESET_TIMEOUT_S = 60.0
 LEAVE_TIMEOUT_S = 5.0
 
 

@@ -20,7 +20,7 @@ from tests.support import device
 from tests.support.preemption import Preemptions
 
 WORKER_EXTENSION = "tests.support.worker_extension.WorkerExtension"
-DRAIN_TIMEOUT_S = 30.0
+DRAIN_TIMEOUT_S = 60.0
 
 
 class Session:

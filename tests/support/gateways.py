@@ -24,7 +24,7 @@ from tests.support.process import PYTHON, RUN, SHM, Child, free_port, wait_until
 
 RING_PREFIX = "adp_kv"
 SERVING = r"serving (?:tcp|ipc)://"
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 _POLL_S = 0.02
 
 
@@ -145,7 +145,7 @@ class Gateway:
                 raise self.child.fail(f"not ready within {timeout_s:g} s ({ready})")
             time.sleep(_POLL_S)
 
-    def counters(self, timeout_s: float = 10.0) -> dict[str, int]:
+    def counters(self, timeout_s: float = 30.0) -> dict[str, int]:
         """Return its counters (StatsReply) since its start.
 
         Raises:

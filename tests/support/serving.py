@@ -48,7 +48,7 @@ from tests.support.gateways import own_name
 from tests.support.process import wait_until
 
 NAMESPACE = bytes(range(16))
-WAIT_S = 5.0
+WAIT_S = 20.0
 _numbers = itertools.count()
 
 
