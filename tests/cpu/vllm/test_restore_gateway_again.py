@@ -57,7 +57,7 @@ def test_restarted_gateway_is_left_alone_without_reconnect(engine, want, tmp_pat
         deployment.restart()
         for _ in range(3):
             assert say(engine, PROMPT) == (want[0], 0)
-        wait_until(lambda: off_lines(engine.child.log()) > before, 20, "the rank says that it is off")
+        wait_until(lambda: off_lines(engine.child.log()) > before, 20, "the rank is off")
         assert say(engine, PROMPT) == (want[0], 0)
         assert off_lines(engine.child.log()) == before + 1
         assert deployment.counters().get("lookups", 0) == 0
