@@ -74,7 +74,7 @@ class SaveSide:
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._picked = Selection()
         self._picked_keys: set[bytes] = set()
-        self._wait_ends: float | None = None
+        self._wait_ends = 0.0
         self._in_a_hurry = False
         # Parts of which every chunk is stored; of others what is at certain boundaries.
         self._by_tokens = [p.index for p in engine.parts if engine.every_state or not p.recurrent]
@@ -222,6 +222,8 @@ class SaveSide:
         if name in self._known or name in self._picked_keys or NULL_BLOCK in blocks:
             return
         self.note(name, stored=True)
+        if not self._picked:
+            self._wait_ends = time.monotonic() + MAX_WAIT_S
         self._picked_keys.add(name)
         # Now, not with the step's metadata: a request that has ended gives its blocks
         # away before the next step is built.
@@ -250,14 +252,10 @@ class SaveSide:
 
     def _may_wait(self) -> bool:
         """Return whether what is picked may wait for company once more."""
-        now = time.monotonic()
-        if self._wait_ends is None:
-            self._wait_ends = now + MAX_WAIT_S
-        few = self._picked.num_chunks < ENOUGH_CHUNKS and now < self._wait_ends
+        few = self._picked.num_chunks < ENOUGH_CHUNKS and time.monotonic() < self._wait_ends
         return few and not self._has_states
 
     def _take_picked(self) -> list[Chunks]:
-        self._wait_ends = None
         self._picked_keys.clear()
         return self._picked.take()
 

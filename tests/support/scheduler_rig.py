@@ -14,6 +14,16 @@ def scheduler_module():
         return importlib.import_module("adp_kv.connector.scheduler")
 
 
+def connector_of(side):
+    """Return the object that vLLM calls, over a scheduler side."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from adp_kv.connector import AdpConnector
+    connector = object.__new__(AdpConnector)
+    connector._scheduler = side
+    return connector
+
+
 class Client:
     """A lookup client whose gateway has nothing."""
 

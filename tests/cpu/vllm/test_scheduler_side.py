@@ -5,7 +5,6 @@ token that fills its last chunk is known.
 """
 
 import importlib
-import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ import pytest
 
 from adp_kv.config import ConnectorSettings
 from adp_kv.sdk.lookup import LookupTicket
-from tests.support.scheduler_rig import CHUNK, decode_step, output_of, request_of
+from tests.support.scheduler_rig import CHUNK, connector_of, decode_step, output_of, request_of
 
 pytestmark = pytest.mark.vllm
 
@@ -304,12 +303,8 @@ def test_after_a_failed_restore_decoding_stores_again_what_it_had(side, module):
 @pytest.mark.parametrize("resumable", [True, False])
 def test_streaming_session_is_left_alone(side, resumable):
     """Between its turns vLLM takes back a token that its block hashes may have named already."""
-    with warnings.catch_warnings():  # vLLM's and torch's own
-        warnings.simplefilter("ignore")
-        from adp_kv.connector import AdpConnector
     side.client.ask = lambda chunks, _timeout_s: LookupTicket(len(chunks), deadline=0.0)
-    connector = object.__new__(AdpConnector)
-    connector._scheduler = side
+    connector = connector_of(side)
     request = request_of(2 * CHUNK, CHUNK)
     request.resumable = resumable
     connector.on_new_request(request)

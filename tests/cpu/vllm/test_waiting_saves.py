@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.clock import FakeClock
-from tests.support.scheduler_rig import CHUNK, decode_step, output_of, request_of
+from tests.support.scheduler_rig import CHUNK, connector_of, decode_step, output_of, request_of
 
 pytestmark = pytest.mark.vllm
 
@@ -73,11 +73,11 @@ def test_nothing_waits_while_nothing_computes(waiting):
 
 def test_nothing_waits_where_vllm_wants_blocks(waiting):
     """It asks before it preempts, and waits for pins as long as there are any."""
-    assert waiting.frees_soon()
+    assert connector_of(waiting).has_pending_block_frees()
     meta = decode_step(waiting, CHUNK)
     assert [chunks.blocks.tolist() for chunks in meta.save] == [[[1, 2]]]
     waiting.saves.released(meta.step, 1)
-    assert not waiting.frees_soon()
+    assert not connector_of(waiting).has_pending_block_frees()
     decode_step(waiting, CHUNK + 1)
     assert decode_step(waiting, 2 * CHUNK - 1).save == [], "it was in a hurry once"
 
