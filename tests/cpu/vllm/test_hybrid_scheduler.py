@@ -15,6 +15,7 @@ from adp_kv.config import ConnectorSettings
 from adp_kv.errors import GatewayError
 from adp_kv.layout.parts import Part
 from adp_kv.sdk.lookup import LookupTicket
+from tests.support import scheduler_rig
 
 pytestmark = pytest.mark.vllm
 
@@ -25,21 +26,10 @@ STATE = Part(0, CHUNK, 1, kept_tokens=1, recurrent=True)
 NULL = SimpleNamespace(block_id=0, is_null=True, block_hash=None)
 
 
-class Client:
+class Client(scheduler_rig.Client):
     """A lookup client that answers what it is told to."""
 
-    off = again = ended = False
-    welcome = SimpleNamespace(geometry=bytes(16))
     stored = None
-
-    def __init__(self, *_args):
-        pass
-
-    def start(self):
-        pass
-
-    def wait_settled(self, timeout_s):
-        pass
 
     def ask(self, keys, timeout_s):
         stored = np.array(self.stored, dtype=np.bool_).reshape(-1)
@@ -47,16 +37,12 @@ class Client:
         return LookupTicket(len(keys), 0.0, stored=stored)
 
 
-class Pool:
+class Pool(scheduler_rig.Pool):
     """vLLM's block pool, as far as pins and local hits see it."""
 
     def __init__(self):
-        self.blocks = [SimpleNamespace(block_id=i, ref_cnt=0) for i in range(100)]
+        super().__init__(100)
         self.cached = {}
-
-    def touch(self, blocks):
-        for block in blocks:
-            block.ref_cnt += 1
 
     def pinned(self):
         return {block.block_id for block in self.blocks if block.ref_cnt}
@@ -65,8 +51,8 @@ class Pool:
         found = self.cached.get((block_hash, groups[0]))
         return None if found is None else [self.blocks[found]]
 
-    def evict_blocks(self, ids):
-        self.cached = {key: block for key, block in self.cached.items() if block not in ids}
+    def evict_blocks(self, block_ids):
+        self.cached = {key: block for key, block in self.cached.items() if block not in block_ids}
 
 
 @pytest.fixture

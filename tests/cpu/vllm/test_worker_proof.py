@@ -91,6 +91,12 @@ def compute(side, meta):
         side.save_layer(meta, name)
 
 
+def prove(side):
+    """Every rank did its part of the copies so far."""
+    for ticket in side.client.tickets:
+        ticket.state = True
+
+
 def test_caches_without_hook_come_first_and_are_fenced_up_front(side):
     meta = meta_of()
     side.start_load(meta, HOOKS)
@@ -114,8 +120,7 @@ def test_saves_wait_until_the_bytes_are_proven(side):
 def test_layers_are_saved_early_once_all_is_proven(side):
     meta = meta_of()
     side.start_load(meta, HOOKS)
-    for ticket in side.client.tickets:
-        ticket.state = True
+    prove(side)
     side.wait_layer(meta, "l.0.attn")
     side.save_layer(meta, "l.0.attn")
     assert [saved for _, saved in side.client.saves] == [[0]]
@@ -124,8 +129,7 @@ def test_layers_are_saved_early_once_all_is_proven(side):
 def test_bytes_found_wrong_at_the_end_of_the_step_fail_the_load(side):
     meta = meta_of()
     compute(side, meta)
-    for ticket in side.client.tickets:
-        ticket.state = True
+    prove(side)
     side.client.tickets[-1].state = TransferError("rank 1 could not copy its share")
     side.finish_step(meta)
     assert side.take_failed_blocks() == {3}
@@ -179,8 +183,7 @@ def test_bytes_found_wrong_are_told_before_vllm_takes_the_step_s_tokens(side):
     """Runner V1 with speculative decoding asks first and ends the step after its drafts."""
     meta = meta_of()
     compute(side, meta)
-    for ticket in side.client.tickets:
-        ticket.state = True
+    prove(side)
     side.client.tickets[-1].state = TransferError("rank 1 could not copy its share")
     side.client.counts, side.client.ended = {}, False
     assert side.take_failed_blocks() == {3}
@@ -193,8 +196,7 @@ def test_bytes_found_wrong_are_told_before_vllm_takes_the_step_s_tokens(side):
 def test_layer_that_computed_too_early_is_told_before_vllm_takes_the_step_s_tokens(side):
     meta = meta_of()
     side.start_load(meta, HOOKS)
-    for ticket in side.client.tickets:
-        ticket.state = True
+    prove(side)
     side.wait_layer(meta, "l.0.attn")  # and not l.1.attn
     assert side.take_failed_blocks() == {3}
     assert side._hooked == {0}
@@ -204,8 +206,7 @@ def test_step_that_vllm_never_ends_is_saved_by_the_next(side):
     """Runner V1 with speculative decoding ends no step on a pipeline stage before the last."""
     meta = meta_of()
     compute(side, meta)
-    for ticket in side.client.tickets:
-        ticket.state = True
+    prove(side)
     assert side.take_failed_blocks() == set()
     assert not side.client.saves
     side.start_load(worker_module().AdpMetadata(step=7), HOOKS)

@@ -1,9 +1,11 @@
 import pytest
 
 from gateway.cards.uring import probe
+from tests.support import evicting_cards
 from tests.support.cards import (
     SLOT_BYTES,
     SLOTS,
+    Arena,
     Driver,
     memory_card,
     mooncake_card,
@@ -136,3 +138,13 @@ def drive():
     yield opened
     for driver in drivers:
         driver.close()
+
+
+@pytest.fixture(params=[evicting_cards.memory, evicting_cards.slab])
+def make(request, tmp_path, drive):
+    """Return a function that opens a small card of each kind that evicts."""
+
+    def made(**changes):
+        return drive(request.param(tmp_path, **changes), Arena(1 << 20))
+
+    return made

@@ -9,52 +9,19 @@ from adp_kv.errors import ConfigError
 from gateway.cards import journal as journal_module
 from gateway.cards.base import Status
 from gateway.cards.journal_records import Kind
-from tests.support.cards import Arena, Driver, memory_card, slab_card, slab_settings
+from tests.support.cards import Arena, Driver, memory_card, slab_settings
 from tests.support.chunks import Chunks, marker_key
 from tests.support.clock import FakeClock
+from tests.support.evicting_cards import (
+    NUM_DATABASES,
+    NUM_SLOTS,
+    SLOT_BYTES,
+    groups_of,
+    slab,
+    store_all,
+    store_soon,
+)
 from tests.support.process import wait_until
-
-SLOT_BYTES = 4096
-NUM_SLOTS = 120
-NUM_DATABASES = 3
-SMALL = {
-    "capacity_bytes": NUM_SLOTS * SLOT_BYTES,
-    "num_databases": NUM_DATABASES,
-    "hit_grace_s": 0.0,
-}
-
-
-def memory(_tmp_path, **changes):
-    return memory_card(**({"max_value_bytes": SLOT_BYTES} | SMALL | changes))
-
-
-def slab(tmp_path, name="card", **changes):
-    return slab_card(tmp_path / name, **({"slot_bytes": SLOT_BYTES} | SMALL | changes))
-
-
-@pytest.fixture(params=[memory, slab])
-def make(request, tmp_path, drive):
-    """Return a function that opens a small card of each kind that evicts."""
-
-    def made(**changes):
-        return drive(request.param(tmp_path, **changes), Arena(1 << 20))
-
-    return made
-
-
-def groups_of(driver):
-    return driver.card._evictor._groups
-
-
-def store_all(chunks, numbers):
-    for number in numbers:
-        assert store_soon(chunks, number)
-
-
-def store_soon(chunks, number, version=0):
-    """Store a chunk, again if the card was full until it has evicted."""
-    wait_until(lambda: chunks.store(number, version), 10, f"chunk {number} is stored")
-    return True
 
 
 def free_slots(driver):

@@ -11,42 +11,16 @@ import pytest
 from gateway.cards import evictor as evictor_module
 from gateway.cards import journal as journal_module
 from gateway.cards.base import Status
-from tests.support.cards import Arena, memory_card, slab_card
+from tests.support.cards import Arena
 from tests.support.chunks import Chunks
 from tests.support.clock import FakeClock
+from tests.support.evicting_cards import (
+    NUM_SLOTS,
+    groups_of,
+    slab,
+    store_all,
+)
 from tests.support.process import wait_until
-
-SLOT_BYTES = 4096
-NUM_SLOTS = 120
-SMALL = {"capacity_bytes": NUM_SLOTS * SLOT_BYTES, "num_databases": 3, "hit_grace_s": 0.0}
-
-
-def memory(_tmp_path, **changes):
-    return memory_card(**({"max_value_bytes": SLOT_BYTES} | SMALL | changes))
-
-
-def slab(tmp_path, name="card", **changes):
-    return slab_card(tmp_path / name, **({"slot_bytes": SLOT_BYTES} | SMALL | changes))
-
-
-@pytest.fixture(params=[memory, slab])
-def make(request, tmp_path, drive):
-    """Return a function that opens a small card of each kind that evicts."""
-
-    def made(**changes):
-        return drive(request.param(tmp_path, **changes), Arena(1 << 20))
-
-    return made
-
-
-def groups_of(driver):
-    return driver.card._evictor._groups
-
-
-def store_all(chunks, numbers):
-    """Store chunks, again if the card was full until it has evicted."""
-    for number in numbers:
-        wait_until(lambda n=number: chunks.store(n), 10, f"chunk {number} is stored")
 
 
 def test_trickle_of_expired_chunks_does_not_cost_a_pass_each(make):
