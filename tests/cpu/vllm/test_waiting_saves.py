@@ -54,6 +54,16 @@ def test_small_save_waits_a_moment_for_company(waiting, clock):
     assert len(decode_step(waiting, 2 * CHUNK).save) == 1
 
 
+def test_company_that_comes_does_not_prolong_the_wait(waiting, clock, module, monkeypatch):
+    saves = importlib.import_module(module.SaveSide.__module__)
+    monkeypatch.setattr(saves, "ENOUGH_CHUNKS", 9)
+    clock.advance(2)
+    assert decode_step(waiting, 2 * CHUNK - 1).save == []
+    clock.advance(1)
+    (save,) = decode_step(waiting, 2 * CHUNK).save
+    assert save.blocks.tolist() == [[1, 2], [3, 4]]
+
+
 def test_enough_chunks_go_out_with_the_step_that_completes_the_last(waiting):
     (save,) = decode_step(waiting, 2 * CHUNK - 1).save
     assert save.blocks.tolist() == [[1, 2], [3, 4]]
