@@ -40,6 +40,7 @@ class Story:
     bytes_restored: list[int] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
     log: str = ""
+    second_log: str = ""
 
 
 def _start(engine: Engine, deployment: Deployment, policy: str, **settings: object) -> None:
@@ -83,6 +84,7 @@ def _second_life(deployment: Deployment, told: Story) -> None:
         engine.rpc("adp_zero_restores", False)
         assert deployment.damage_card()
         told.computed_anew = engine.answer(PROMPTS[0], MAX_TOKENS)
+        told.second_log = engine.child.log()
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ def story(tmp_path_factory):
 def test_restored_prompts_say_the_same(story):
     assert [done.num_cached_tokens for done in story.cold] == [0] * len(PROMPTS)
     for tokens, before, after in zip(PROMPTS, story.cold, story.restored, strict=True):
-        assert after.num_cached_tokens == expected_hit(len(tokens), CHUNK)
+        assert after.num_cached_tokens == expected_hit(len(tokens), CHUNK), story.second_log
         assert after.token_ids == before.token_ids
         assert after.logprobs == pytest.approx(before.logprobs, abs=1e-4)
     assert story.counters.get("objects_missed", 0) == 0
