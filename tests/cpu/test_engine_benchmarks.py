@@ -1,17 +1,20 @@
 """Rows of the benchmarks that run engines, from made-up times; what is sized for a GPU."""
 
 import os
+import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from adp_kv.transfer.plan import Way
 from adp_kv.units import GiB
 from benchmarks import (
     _engines,
     _slow_gateway,
     control_path,
+    graph_gaps,
     interference,
     load_mode,
     read_ahead,
@@ -337,3 +340,24 @@ def test_memory_card_dry_run_moves_everything(tmp_path):
     memory_card_benchmark.main(["--quick", f"--out={tmp_path}"])
     rows = {row.metric: row.value for row in read_rows(tmp_path / "memory_card.json")}
     assert rows["memory_card.read"] >= rows["memory_card.read.default.batch16MiB"] > 0
+
+
+def test_graph_gaps_says_what_a_step_takes_longer_and_goes_on_after_a_failure(capsys):
+    def measured(name):
+        if name == "copy.to_host":
+            raise subprocess.CalledProcessError(1, [name], stderr="no device")
+        return {"before": 1.2, "beside": 1.3, "after": 1.4, "rested": 1.4, "another_process": 1.2}
+
+    results = Results("graph_gaps")
+    assert not graph_gaps.run(results, graph_gaps.QUICK_CASES, measured)
+    rows = {row.metric: row.value for row in results.rows}
+    assert rows["graph_gaps.save.direct.step"] == pytest.approx(0.2 * 450)
+    assert rows["graph_gaps.nothing.another_process"] == 1.2
+    assert not any("copy.to_host" in name for name in rows)
+    assert "no device" in capsys.readouterr().out
+
+
+def test_graph_gaps_knows_every_way_of_the_mover():
+    moves = {f"{side}.{way.value}" for side in ("save", "restore") for way in Way}
+    assert moves <= set(graph_gaps.CASES)
+    assert set(graph_gaps.QUICK_CASES) <= set(graph_gaps.CASES)

@@ -51,7 +51,9 @@ class Deployment:
     ) -> None:
         self.folder = folder
         self._card = CARD | dict(card_options or {}) | {"path": folder / "card"}
-        self._settings: dict[str, Any] = {"shared_memory_size": "64MiB"} | settings
+        # A disk that others use may stand still for half a minute.
+        patience = {"card_deadline_s": 90, "rank_deadline_s": 90}
+        self._settings: dict[str, Any] = {"shared_memory_size": "64MiB"} | patience | settings
         self._fault_file = folder / "fault"
         self._faulty = faulty
         self.address: str | None = None
