@@ -6,7 +6,9 @@
 A shelf is a batch of objects of one cache in ring slots, read before any rank asked for
 them. Caches go in the order of gets. It is never in anybody's way: a shelf is begun only
 when every get has all of its reads under way and only one is being read at a time; its
-slots go back as soon as a get finds none; all shelves together have `most_slots`.
+slots go back as soon as a get finds none; all shelves together have `most_slots`. The first
+is small and each twice the one before, as the batches of gets are: a get that comes while one
+is being read has something to grant.
 
 Threads: the gateway's main. Failure scope: a shelf; what could not be read is told to the
 get that takes it, which then fails as if it had read it itself. Slots of a shelf that the
@@ -27,7 +29,7 @@ from adp_kv.ring.slots import SlotAllocator
 from adp_kv.units import ceil_div
 from adp_kv.wire.keys import KeyArray, object_keys
 from gateway.cards.base import StatusArray
-from gateway.requests import Context
+from gateway.requests import FIRST_BATCH_BYTES, Context
 
 MAX_WISHES = 64
 DEADLINE_S = 10.0
@@ -116,6 +118,7 @@ class ReadAhead:
         self._most_slots = min(by_bytes, slots.num_slots // 2)
         self._wishes: OrderedDict[int, Wish] = OrderedDict()
         self._shelves: list[Shelf] = []
+        self._next_bytes = FIRST_BATCH_BYTES
         self._reading: Shelf | None = None
         self.num_withheld = 0
 
@@ -170,13 +173,17 @@ class ReadAhead:
         object_bytes = self._ctx.session.caches[cache].object_bytes
         left = len(wish.chunks) - row
         held = self.num_slots + self.num_withheld
-        most = min(max(1, self._ctx.batch_bytes // object_bytes), self._most_slots - held)
+        if not self._shelves:
+            self._next_bytes = FIRST_BATCH_BYTES
+        batch_bytes = min(self._next_bytes, self._ctx.batch_bytes)
+        most = min(max(1, batch_bytes // object_bytes), self._most_slots - held)
         if most < 1:
             return
         count = ceil_div(left, ceil_div(left, most))
         slots = self._slots.try_allocate(count)
         if slots is None:
             return
+        self._next_bytes = 2 * batch_bytes
         wish.position += count
         shelf = Shelf(number, cache, wish.chunks[row : row + count], slots, wish.deadline)
         self._shelves.append(shelf)

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from adp_kv.units import MiB
 from gateway.ahead import Match, ReadAhead
 from gateway.cards.base import Status, StatusArray
 from gateway.requests import (
+    FIRST_BATCH_BYTES,
     Context,
     Request,
     RequestTable,
@@ -27,8 +27,6 @@ from gateway.requests import (
     count_failures,
     ignore,
 )
-
-FIRST_BATCH_BYTES = 16 * MiB
 
 
 class GetTable(RequestTable):
@@ -76,6 +74,7 @@ class GetTable(RequestTable):
         )
         request.batches[batch.first] = batch
         request.num_started += len(batch.slots)
+        self._next_bytes = max(self._next_bytes, 2 * int(request.lengths[batch.span].sum()))
         if status is not None:
             self._on_read(request, batch, status)
         return True

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from adp_kv.errors import WireError
 from adp_kv.ring.region import RingMapping
 from adp_kv.ring.slots import SlotAllocator
-from adp_kv.units import ceil_div
+from adp_kv.units import MiB, ceil_div
 from adp_kv.wire.frames import pack_slots
 from adp_kv.wire.keys import KeyArray, object_keys, unpack_keys
 from adp_kv.wire.messages import NO_SLOT, Failed, Get, Granted, Put, Release, ToRank
@@ -33,6 +33,8 @@ from gateway.counters import Counters
 from gateway.objects import ObjectStore
 from gateway.session import Session
 
+FIRST_BATCH_BYTES = 16 * MiB
+"""After idle time the link has work soon; batches then double up to batch_bytes."""
 MAX_OBJECTS = 1 << 22
 """Objects of one request; 47,000 are a prompt of 196,000 tokens in 61 layers."""
 

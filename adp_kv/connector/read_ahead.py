@@ -1,6 +1,7 @@
 """What waiting requests will restore, told to the gateway while they wait.
 
     lookup answered, request still in vLLM's queue ─► Ahead(chunks that the GPU lacks)
+    lookup answered, a long restore is about to be ─► the same, while vLLM makes its tables
     admitted without a restore, aborted, ended     ─► Forget
 
 The chunks are those that the request's gets will name, as far as is known: what each part
@@ -36,10 +37,15 @@ class ReadAheadSide:
 
     def answered(self) -> list[str]:
         """Return the requests whose answer has come since the last call."""
-        ready = [name for name, lookup in self._waiting.items() if lookup.stored is not None]
-        for name in ready:
-            del self._waiting[name]
-        return ready
+        return [name for name in list(self._waiting) if self.take_answered(name)]
+
+    def take_answered(self, request_id: str) -> bool:
+        """Return whether a request's answer has come since it was asked for; true only once."""
+        lookup = self._waiting.get(request_id)
+        if lookup is None or lookup.stored is None:
+            return False
+        del self._waiting[request_id]
+        return True
 
     def tell(self, request: Any, keys: KeyArray, hit_tokens: int, pool: Any) -> None:
         """Tell the gateway what a request that still waits will restore.

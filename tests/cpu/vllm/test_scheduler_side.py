@@ -316,3 +316,26 @@ def test_streaming_session_is_left_alone(side, resumable):
     connector.request_finished(request, [1, 2, 3, 4])
     assert connector.build_connector_meta(output_of()).save == []
     assert side.has_pending_saves is not resumable
+
+
+@pytest.mark.parametrize(
+    ("least", "told"), [(4 * CHUNK, [4]), (4 * CHUNK + 1, [])], ids=["long", "short"]
+)
+def test_long_restore_is_read_ahead_before_its_blocks_are_given(
+    side, module, monkeypatch, least, told
+):
+    """Once, however often vLLM asks; what is short is asked for before anything is read."""
+    ticket = SimpleNamespace(stored=None, expired=False, noted=True)
+    said = []
+    side.client.ask = lambda chunks, timeout_s: ticket
+    side.client.read_ahead = lambda chunks, part: said.append(len(chunks))
+    monkeypatch.setattr(module, "AHEAD_TOKENS", least)
+    request = request_of(4 * CHUNK + 32, 0)
+    side.on_new_request(request)
+    assert side.matched(request, 0) == (None, False)
+    ticket.stored = np.ones(4, dtype=bool)
+    for _ in range(2):
+        assert side.matched(request, 0)[0] == 4 * CHUNK
+        assert said == told
+    side.build_meta(output_of())  # it still waits: now the short one is told too
+    assert said == [4]
