@@ -13,6 +13,7 @@ of its own, since what it leaves behind would be in the figures of the next.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import subprocess
 import sys
@@ -47,8 +48,13 @@ KERNELS = {
 """Where a plain kernel reads and writes."""
 COPIES = {"copy.to_host": ("pool", "ring"), "copy.to_device": ("ring", "pool")}
 MOVES = tuple(f"{direction}.{way.value}" for direction in ("save", "restore") for way in Way)
-CASES = (NOTHING, *COPIES, *KERNELS, "kernel.two_streams", "kernel.urgent", *MOVES)
+REMOTE = ".remote_domain"
+"""With this ending the work's streams are in the domain for memory far away: fences of kernels in
+the default one, such as the graph's, need not wait for its writes (Hopper and later)."""
+_REMOTE = tuple(name + REMOTE for name in ("kernel.writes_host", "save.direct", "save.staged"))
+CASES = (NOTHING, *COPIES, *KERNELS, "kernel.two_streams", "kernel.urgent", *MOVES, *_REMOTE)
 QUICK_CASES = (NOTHING, "copy.to_host", "save.direct")
+_MEM_SYNC_DOMAIN, _REMOTE_DOMAIN = 10, 1  # cuda.h: CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN
 _COPY_KERNEL = r"""
 extern "C" __global__ void copy_words(float4* to, const float4* from, int num) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < num; i += gridDim.x * blockDim.x)
@@ -122,22 +128,29 @@ class Work:
         self._registration.register(ring.ctypes.data, RING_BYTES)
         self._pool = torch.zeros(RING_BYTES, dtype=torch.uint8, device="cuda")
         self._at = {"ring": int(ring.ctypes.data), "pool": self._pool.data_ptr()}
-        self.start: Callable[[], Any] = self._find(name)
+        self._is_remote = name.endswith(REMOTE)
+        self.start: Callable[[], Any] = self._find(name.removesuffix(REMOTE))
 
     def _find(self, name: str) -> Callable[[], Any]:
         if name in COPIES:
             return self._copies(*COPIES[name])
         if name in KERNELS:
-            return self._kernels(*KERNELS[name], [self._torch.cuda.Stream()])
+            return self._kernels(*KERNELS[name], [self._stream()])
         if name == "kernel.two_streams":
-            return self._kernels("pool", "pool", [self._torch.cuda.Stream() for _ in range(2)])
+            return self._kernels("pool", "pool", [self._stream(), self._stream()])
         if name == "kernel.urgent":
-            return self._kernels("pool", "pool", [self._torch.cuda.Stream(priority=-1)])
+            return self._kernels("pool", "pool", [self._stream(priority=-1)])
         direction, way = name.split(".")
         return self._moves(direction, Way(way))
 
+    def _stream(self, priority: int = 0) -> Any:
+        stream = self._torch.cuda.Stream(priority=priority)
+        if self._is_remote:
+            enter_remote_domain(stream.cuda_stream)
+        return stream
+
     def _copies(self, source: str, target: str) -> Callable[[], Any]:
-        stream = self._torch.cuda.Stream()
+        stream = self._stream()
         sides = self._at[target], self._at[source]
         kind = 2 if target == "ring" else 1  # cudaMemcpyKind
 
@@ -170,6 +183,8 @@ class Work:
 
         settings = MoverSettings(restore=forced(RESTORE, way), save=forced(SAVE, way))
         engine = CopyEngine(self._runtime, open_batch())
+        # Its streams are asked of the device.
+        self._api.stream = self._stream  # type: ignore[method-assign]
         self._mover = CudaMover(self._api, engine, self._registration, settings)
         pages = np.arange(NUM_PAGES, dtype=np.int64) * PAGE_BYTES
         scattered = np.random.default_rng(1).permutation(pages).reshape(-1, 1)
@@ -181,6 +196,19 @@ class Work:
         event = self._torch.cuda.Event()
         event.record(stream)
         return event.query  # type: ignore[no-any-return]
+
+
+def enter_remote_domain(stream: int) -> None:
+    """Put a stream's later launches into the domain for memory far away.
+
+    Raises:
+        RuntimeError: The driver or the device knows none.
+    """
+    set_attribute = ctypes.CDLL("libcuda.so.1").cuStreamSetAttribute
+    set_attribute.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+    value = (ctypes.c_int * 16)(_REMOTE_DOMAIN)  # a union of 64 bytes
+    if (status := set_attribute(stream, _MEM_SYNC_DOMAIN, value)) != 0:
+        raise RuntimeError(f"cuStreamSetAttribute: {status}")
 
 
 def measure(name: str) -> dict[str, float]:
