@@ -38,7 +38,7 @@ START_TIMEOUT_S = 420.0
 RUN_TIMEOUT_S = 300.0
 STORE_TIMEOUT_S = 180.0
 COMPARED_TOKENS = 8
-SLAB_SLOT, SLAB_FRAGMENT = 256 * KiB, 258048  # a fragment of 261,120 bytes in whole 4096
+SLAB_SLOT = 256 * KiB
 SHM_SHARE = 0.8
 # Full CUDA graphs for decode, without torch.compile, which would take a minute to start.
 GRAPHS = {
@@ -149,7 +149,7 @@ def room(kind: str, shape: Shape) -> int:
     num_objects = shape.num_chunks * shape.num_layers * 5 // 4 + 64
     if kind == MEMORY:
         return num_objects * shape.object_bytes
-    return num_objects * ceil_div(shape.object_bytes, SLAB_FRAGMENT) * SLAB_SLOT
+    return num_objects * ceil_div(shape.object_bytes, SLAB_SLOT) * SLAB_SLOT
 
 
 class Contender:

@@ -26,7 +26,9 @@ from adp_kv.wire.messages import DEFAULT_PORT
 
 FRAGMENT_SIZES = {"local": 261120, "remote": 131072}
 _UNCUT = 1 << 31
-_UNCUT_CARDS = frozenset({"memory", "mooncake"})
+_UNCUT_CARDS = frozenset({"slab", "memory", "mooncake"})
+"""Whose values may be as long as their own settings say: a fragment fills a slot of the slab card,
+which one of 261,120 bytes would not, and the rest of an object of 256 KiB would have one more."""
 ENV_PREFIX = "ADP_GATEWAY_"
 
 _UNITS = {"": 1, "b": 1}
@@ -44,7 +46,7 @@ HELP = {
     "io_size": "largest object the ring is cut for; 0: what the engine declares",
     "placement": "where the card is: local or remote (NVMe-oF); sets fragment_size",
     "fragment_size": "longest value of one key on the card; 0: 261120 local, 131072 remote, "
-    "and what it takes with the memory and mooncake cards",
+    "and what it takes with the slab (slot_bytes), memory and mooncake cards",
     "card": "kind of card: slab (files or block devices), nvme_kv (NVMe key-value namespaces), "
     "resp (Valkey or Redis), mooncake (Mooncake Store) or memory (RAM, not kept); docs/cards.md",
     "card_options": "an option of the card, repeatable; docs/cards.md lists them",

@@ -156,10 +156,11 @@ def test_ring_name_follows_the_address():
 
 
 def test_fragment_size_follows_the_placement():
-    assert Settings().effective_fragment_size == 261120
-    assert Settings(placement="remote").effective_fragment_size == 131072
+    for card in ("nvme_kv", "resp"):
+        assert Settings(card=card).effective_fragment_size == 261120
+        assert Settings(card=card, placement="remote").effective_fragment_size == 131072
     assert Settings(placement="remote", fragment_size=7).effective_fragment_size == 7
-    for card in ("memory", "mooncake"):
+    for card in ("slab", "memory", "mooncake"):
         assert Settings(card=card).effective_fragment_size == 1 << 31  # as much as it takes
     assert Settings(card="memory", fragment_size=7).effective_fragment_size == 7
 

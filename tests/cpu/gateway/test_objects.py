@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from adp_kv.errors import CardError
 from gateway.cards.base import Card, CardLimits, Op, Status
+from gateway.config import Settings
 from gateway.objects import ObjectStore
-from tests.support.cards import Arena, memory_card, random_keys
+from tests.support.cards import SLOT_BYTES, Arena, memory_card, random_keys, slab_card
 from tests.support.process import wait_until
 
 
@@ -190,6 +191,17 @@ def test_fragment_size_is_whole_alignments(
 ):
     store = opened(PlainCard(max_value_bytes, alignment), fragment_size)
     assert store.fragment_size == expected
+
+
+def test_fragments_fill_the_slots_of_the_slab_card(opened, tmp_path):
+    """An object of a whole number of slots takes so many; fragments of 255 KiB took one more."""
+    card = slab_card(tmp_path)
+    store = opened(card, Settings(card="slab").effective_fragment_size)
+    arena, objects, lengths = Arena(5 * SLOT_BYTES), random_keys(2), [4 * SLOT_BYTES, SLOT_BYTES]
+    offsets = [0, 4 * SLOT_BYTES]
+    assert move(store, "write", arena, objects, offsets, lengths) == [0, 0]
+    assert card.stats()["values"] == 5
+    assert move(store, "read", arena, objects, offsets, lengths) == [0, 0]
 
 
 def test_object_fails_with_its_worst_fragment(opened):
