@@ -21,7 +21,7 @@ import msgspec
 
 from adp_kv.errors import ConfigError
 from adp_kv.units import GiB, MiB, format_bytes
-from adp_kv.wire.curve import require_key
+from adp_kv.wire.curve import require_address, require_key
 from adp_kv.wire.messages import DEFAULT_PORT
 
 FRAGMENT_SIZES = {"local": 261120, "remote": 131072}
@@ -87,10 +87,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"tcp://[^/]+:\d+|ipc:///.+", self.listen):
-            raise ConfigError(
-                f"listen = {self.listen!r}: expected tcp://HOST:PORT or ipc:///absolute/path"
-            )
+        require_address("listen", self.listen)
         require_key("listen", self.listen, self.key_file)
         if self.ring_name and not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", self.ring_name):
             raise ConfigError(f"ring_name = {self.ring_name!r}: letters, digits, '_', '.', '-'")

@@ -11,7 +11,9 @@ connected or bound.
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 import stat
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -86,7 +88,23 @@ def is_local(address: str) -> bool:
     if address.startswith("ipc://"):
         return True
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    return host in {"localhost", "::1"} or host.startswith("127.")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, of which only this one is known to stay here
+        return host == "localhost"
+
+
+def require_address(setting: str, address: str) -> None:
+    """Refuse what is no address of a gateway.
+
+    Raises:
+        ConfigError: It names both forms.
+    """
+    match = re.fullmatch(r"tcp://[^/\s]+:(\d{1,5})|ipc:///.+", address)
+    if match is None or int(match[1] or 0) >= 1 << 16:
+        raise ConfigError(
+            f"{setting} = {address!r}: expected tcp://HOST:PORT or ipc:///absolute/path"
+        )
 
 
 def require_key(setting: str, address: str, key_file: str) -> None:

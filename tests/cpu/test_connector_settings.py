@@ -21,11 +21,18 @@ def test_given_settings_are_taken():
     assert found.load_timeout_s == 3
 
 
+@pytest.mark.parametrize("gateway", ["tcp://127.0.0.1:555{dp_rank}", "ipc:///run/{dp_rank}.sock"])
+def test_data_parallel_rank_may_stand_in_any_address(gateway):
+    assert connector_settings({"gateway": gateway}).gateway == gateway
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("gateway", "127.0.0.1:5557"),
         ("gateway", "tcp://host"),
+        ("gateway", "tcp://127.0.0.1:65536"),
+        ("gateway", "tcp://127.0.0.1:{rank}"),
         ("gateway", 5557),
         ("chunk_size", -1),
         ("chunk_size", "256"),
