@@ -157,3 +157,35 @@ def test_command_line_tells_json_and_text(tmp_path, capsys):
     assert "attention:" in out
     assert main.main(["size", str(tmp_path / "nothing")]) == 2
     assert "no config.json there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        ("--tp", ["0", "-1", "two"]),
+        ("--block-size", ["0", "-16"]),
+        ("--chunk-size", ["-16"]),
+        ("--users", ["0", "-1"]),
+        ("--tokens", ["0"]),
+        ("--longest", ["-4"]),
+        ("--batched-tokens", ["0"]),
+        ("--fragment-size", ["0", "-1", "many", "1 QB"]),
+        ("--slot-bytes", ["0"]),
+        ("--shared-memory-size", ["0", "-5", "xGiB"]),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(tmp_path, capsys, flag, values):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    for value in values:
+        with pytest.raises(SystemExit) as ended:
+            main.main(["size", str(tmp_path), f"{flag}={value}"])
+        assert ended.value.code == 2
+        told = capsys.readouterr().err
+        assert f"argument {flag}: {value!r}: expected" in told
+
+
+def test_sizes_have_the_gateway_s_units(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    for text, ring in (("10GB", 10**10), ("1.5 GiB", 3 << 29), ("8388608", 1 << 23)):
+        assert main.main(["size", str(tmp_path), "--shared-memory-size", text, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["shared_memory_size"] == ring
