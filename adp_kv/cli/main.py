@@ -41,7 +41,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _size(args: argparse.Namespace) -> int:
-    shape = model_shape(read_config(args.model), args.kv_dtype, args.tp, args.dtype)
+    shape = model_shape(read_config(args.model), args.kv_dtype, args.tp, args.dtype, args.dcp)
     load = size.Load(
         block_tokens=args.block_size,
         chunk_tokens=args.chunk_size,
@@ -59,7 +59,8 @@ def _size(args: argparse.Namespace) -> int:
     for cache in found.caches:
         told[f"{cache.kind}:"] = (
             f"{cache.layers} layers, objects of {_readable('object_bytes', cache.object_bytes)} in "
-            f"{cache.fragments} fragments, {cache.objects_per_prompt} a conversation"
+            f"{cache.fragments} fragments, {cache.objects_per_prompt} a conversation; of a rank "
+            f"{_readable('slice_bytes', cache.slice_bytes)}"
         )
     _show(args, facts, readable=told)
     return 0
@@ -176,6 +177,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_size(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", help="config.json, its folder, or a name in the Hugging Face cache")
     sub.add_argument("--tp", type=count(1), default=1, help="tensor-parallel ranks")
+    sub.add_argument(
+        "--dcp", type=count(1), default=1, help="vLLM's --decode-context-parallel-size"
+    )
     sub.add_argument("--dtype", default="auto", help="as vLLM's")
     sub.add_argument("--kv-dtype", default="auto", help="as vLLM's --kv-cache-dtype")
     sub.add_argument(
