@@ -1,7 +1,7 @@
 """What deploy/ starts fits together: settings, sockets, sizes, users, probes, paths.
 
 Nothing is built or started here (deploy/README.md says what that leaves open); where the tools
-are installed, systemd-analyze and kubectl judge their files too.
+are installed, systemd-analyze, kubectl and promtool judge their files too.
 """
 
 import configparser
@@ -276,6 +276,7 @@ def test_unit_lets_a_gateway_open_its_sockets(tmp_path, service, listen):
 TOOLS = {
     "systemd-analyze": ["systemd-analyze", "verify", "--man=no"],
     "kubectl": ["kubectl", "kustomize", str(DEPLOY / "kubernetes")],
+    "promtool": ["promtool", "check", "config", str(DEPLOY / "docker" / "prometheus.yaml")],
 }
 
 
@@ -293,5 +294,5 @@ def test_installed_tool_takes_the_file(tmp_path, tool):
     if tool == "kubectl":
         kinds = {doc["kind"] for doc in yaml.safe_load_all(done.stdout)}
         assert kinds == {"ConfigMap", "Service", "StatefulSet"}
-    else:
+    elif tool == "systemd-analyze":
         assert "adp-gateway@engine0.service" not in done.stderr, done.stderr
