@@ -133,7 +133,13 @@ class TestAgainstVllm:
 
     @pytest.mark.parametrize(
         ("name", "heads", "tp", "dcp"),
-        [("llama", 1, 4, 2), ("llama", 2, 8, 4), ("mla", None, 4, 4), ("mla", None, 8, 2)],
+        [
+            ("llama", 1, 4, 2),
+            ("llama", 2, 8, 4),
+            ("mla", None, 4, 4),
+            ("mla", None, 8, 2),
+            ("dsa", None, 4, 2),
+        ],
     )
     def test_ranks_that_share_tokens(self, tmp_path, name, heads, tp, dcp):
         """Decode context parallelism: longer blocks, objects of every token once, more slices."""
