@@ -27,6 +27,7 @@ from adp_kv.errors import ConfigError
 
 MIN_SECRET_BYTES = 32
 ZAP_DOMAIN = b"adp"
+_MAX_PATH_BYTES = 107  # of sockaddr_un, without the zero at its end
 _MAKE = "make one with: (umask 077; openssl rand -base64 32 > FILE)"
 
 
@@ -104,6 +105,11 @@ def require_address(setting: str, address: str) -> None:
     if match is None or int(match[1] or 0) >= 1 << 16:
         raise ConfigError(
             f"{setting} = {address!r}: expected tcp://HOST:PORT or ipc:///absolute/path"
+        )
+    if len(os.fsencode(address.removeprefix("ipc://"))) > _MAX_PATH_BYTES and match[1] is None:
+        raise ConfigError(
+            f"{setting} = {address!r}: the path of a socket has at most {_MAX_PATH_BYTES} bytes; "
+            "choose a shorter one"
         )
 
 

@@ -21,8 +21,10 @@ def test_given_settings_are_taken():
     assert found.load_timeout_s == 3
 
 
-@pytest.mark.parametrize("gateway", ["tcp://127.0.0.1:555{dp_rank}", "ipc:///run/{dp_rank}.sock"])
-def test_data_parallel_rank_may_stand_in_any_address(gateway):
+@pytest.mark.parametrize(
+    "gateway", ["tcp://127.0.0.1:555{dp_rank}", "ipc:///run/{dp_rank}.sock", "ipc:///" + 106 * "a"]
+)
+def test_address_may_name_a_data_parallel_rank_and_any_path(gateway):
     assert connector_settings({"gateway": gateway}).gateway == gateway
 
 
@@ -33,6 +35,7 @@ def test_data_parallel_rank_may_stand_in_any_address(gateway):
         ("gateway", "tcp://host"),
         ("gateway", "tcp://127.0.0.1:65536"),
         ("gateway", "tcp://127.0.0.1:{rank}"),
+        ("gateway", "ipc:///" + 107 * "a"),
         ("gateway", 5557),
         ("chunk_size", -1),
         ("chunk_size", "256"),
