@@ -10,7 +10,6 @@ the engine starts and before anything was touched.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,7 @@ import msgspec
 
 from adp_kv.errors import ConfigError
 from adp_kv.units import GiB, MiB
-from adp_kv.wire.curve import require_key
+from adp_kv.wire.curve import require_address, require_key
 from adp_kv.wire.messages import DEFAULT_PORT
 
 HELP = {
@@ -68,10 +67,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     fanout_staging_bytes: int = 128 * MiB
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"tcp://[^/]+:\d+|ipc:///.+", self.gateway):
-            raise ConfigError(
-                f"gateway = {self.gateway!r}: expected tcp://HOST:PORT or ipc:///absolute/path"
-            )
+        require_address("gateway", self.gateway.replace("{dp_rank}", "0"))
         require_key("gateway", self.gateway, self.key_file)
         if self.chunk_size < 0:
             raise ConfigError(f"chunk_size = {self.chunk_size}: at least 0")

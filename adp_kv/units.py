@@ -1,11 +1,25 @@
 """Byte units and the integer arithmetic that every layer needs."""
 
+import re
+
 KiB = 1 << 10
 MiB = 1 << 20
 GiB = 1 << 30
 
 PAGE_BYTES = 4096
 """Memory page; ring slots start and end on it, so that direct I/O may land in them."""
+
+_UNITS = {"": 1, "b": 1}
+_UNITS |= {f"{p}ib": 1 << (10 * (i + 1)) for i, p in enumerate("kmgt")}
+_UNITS |= {f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(text: str) -> int | None:
+    """Return the bytes of text such as "6GiB", "256 KiB" or "10GB"; None if it is no such text."""
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    return None if match is None or unit is None else int(float(match[1]) * unit)
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 from adp_kv.errors import ConfigError
-from adp_kv.units import GiB, MiB, format_bytes
-from adp_kv.wire.curve import require_key
+from adp_kv.units import GiB, MiB, format_bytes, parse_bytes
+from adp_kv.wire.curve import require_address, require_key
 from adp_kv.wire.messages import DEFAULT_PORT
 
 FRAGMENT_SIZES = {"local": 261120, "remote": 131072}
@@ -31,12 +31,9 @@ _UNCUT_CARDS = frozenset({"slab", "memory", "mooncake"})
 which one of 261,120 bytes would not, and the rest of an object of 256 KiB would have one more."""
 ENV_PREFIX = "ADP_GATEWAY_"
 
-_UNITS = {"": 1, "b": 1}
-_UNITS |= {f"{p}ib": 1 << (10 * (i + 1)) for i, p in enumerate("kmgt")}
-_UNITS |= {f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}
 # What Kubernetes puts into every container beside a Service called adp-gateway.
 _INJECTED = re.compile(rf"{ENV_PREFIX}(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_.*)?)")
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_HAS_UNIT = re.compile(r".*[a-zA-Z]\s*")
 
 HELP = {
     "listen": "ZeroMQ address to serve: tcp://HOST:PORT or ipc:///PATH",
@@ -89,10 +86,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     log_level: str = "INFO"
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"tcp://[^/]+:\d+|ipc:///.+", self.listen):
-            raise ConfigError(
-                f"listen = {self.listen!r}: expected tcp://HOST:PORT or ipc:///absolute/path"
-            )
+        require_address("listen", self.listen)
         require_key("listen", self.listen, self.key_file)
         if self.ring_name and not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", self.ring_name):
             raise ConfigError(f"ring_name = {self.ring_name!r}: letters, digits, '_', '.', '-'")
@@ -145,11 +139,10 @@ def parse_size(value: object, where: str) -> int:
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
+    found = parse_bytes(value) if isinstance(value, str) else None
+    if found is None:
         raise ConfigError(f"{where} = {value!r}: expected bytes, such as 6GiB, 256KiB or 131072")
-    return int(float(match[1]) * unit)
+    return found
 
 
 def load(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
@@ -224,8 +217,8 @@ def _from_file(path: Path) -> dict[str, Any]:
 
 def _sized(value: object) -> object:
     """Return bytes where text is a number with a unit, as the command line would take it."""
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    return value if match is None or not match[2] else _value(match[0].strip())
+    found = parse_bytes(value) if isinstance(value, str) and _HAS_UNIT.fullmatch(value) else None
+    return value if found is None else found
 
 
 def _from_flags(flags: Mapping[str, Any], options: Sequence[str]) -> dict[str, Any]:
@@ -260,10 +253,10 @@ def _value(text: str) -> object:
         return [_value(part) for part in text.split(",")]
     if text.lower() in {"true", "false"}:
         return text.lower() == "true"
-    match = _SIZE.fullmatch(text)
-    if match is None or match[2].lower() not in _UNITS:
+    found = parse_bytes(text)
+    if found is None:
         return text
-    return int(float(match[1]) * _UNITS[match[2].lower()]) if match[2] else _number(text)
+    return found if _HAS_UNIT.fullmatch(text) else _number(text)
 
 
 def _number(text: str) -> float:

@@ -139,10 +139,8 @@ class Server:
             router.close(0)
             self._close_gate()
             self._context.term()
-            raise ConfigError(
-                f"listen = {self._settings.listen}: {error}; is another gateway running there? "
-                "Give each engine's gateway its own port"
-            ) from error
+            listen = self._settings.listen
+            raise ConfigError(f"listen = {listen}: {error}; {_how_to_listen(listen)}") from error
         return router
 
     def _reserve(self) -> RingFile:
@@ -416,6 +414,13 @@ def _check_patience(settings: Settings, card: Card) -> None:
             f"job_deadline_s = {settings.job_deadline_s:g}, but the card keeps values without a "
             f"commit record for {kept_s:g} s; raise --card-option uncommitted_s above it"
         )
+
+
+def _how_to_listen(listen: str) -> str:
+    folder = Path(listen.removeprefix("ipc://")).parent
+    if listen.startswith("ipc://") and not folder.is_dir():
+        return f"make the folder first: mkdir -m 700 {folder}"
+    return "is another gateway running there? Give each engine's gateway its own address"
 
 
 def _refuse_taken_path(listen: str) -> None:

@@ -20,6 +20,7 @@ from typing import Literal
 
 from adp_kv.cli.gpu import Gpus, find_gpus
 from adp_kv.config import environment
+from adp_kv.errors import ConfigError
 from adp_kv.ring.region import NAME_PREFIX, NAME_SUFFIX, SHM_DIR
 from adp_kv.sdk.stats import ask_stats
 from adp_kv.units import format_bytes
@@ -254,8 +255,11 @@ def check_gateway(subject: Subject) -> Finding:
         return Finding("gateway", "absent", "not asked for: --gateway ADDRESS")
     try:
         counters = subject.ask(subject.gateway, 2.0, subject.key_file)
+    except ConfigError as error:  # it says what to do
+        return Finding("gateway", "fail", str(error), "give --key-file the gateway's key_file")
     except Exception as error:  # noqa: BLE001  whatever it is, it is a finding
-        return Finding("gateway", "fail", str(error), f"adp-gateway --listen {subject.gateway}")
+        start = f"adp-gateway --listen {subject.gateway}; if it runs, give --key-file its key_file"
+        return Finding("gateway", "fail", str(error), start)
     return Finding(
         "gateway",
         "ok",

@@ -58,7 +58,7 @@ def keys_of(keys: Keys, tokens: list[int], salt: str | None) -> KeyArray:
     """Return the chunk keys of a prompt: uint64 [n, 2].
 
     Raises:
-        ConfigError: The prompt has no whole chunk, or there is no vLLM here.
+        ConfigError: The prompt has no whole chunk, no such algorithm, or there is no vLLM here.
     """
     if len(tokens) < keys.chunk_tokens:
         raise ConfigError(
@@ -71,7 +71,12 @@ def keys_of(keys: Keys, tokens: list[int], salt: str | None) -> KeyArray:
             raise ConfigError(
                 f"block hashes are vLLM's: run this where vLLM is ({error})"
             ) from error
-        hashes = prompt_hashes(tokens, keys.hash_tokens, keys.algorithm, keys.root, salt)
+        try:
+            hashes = prompt_hashes(tokens, keys.hash_tokens, keys.algorithm, keys.root, salt)
+        except ValueError as error:
+            raise ConfigError(
+                f"--algorithm {keys.algorithm}: {error}; as the engine logs it"
+            ) from error
     step = keys.chunk_tokens // keys.hash_tokens
     return chunk_keys(keys.namespace, hashes[step - 1 :: step])
 

@@ -12,28 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 from adp_kv.cli import bench, doctor, size
 from adp_kv.cli import inspect as inspection
+from adp_kv.cli.arguments import address, byte_count, count, seconds
 from adp_kv.cli.model_config import read_config
 from adp_kv.cli.shapes import model_shape
 from adp_kv.cli.show import show_facts, show_json, show_rows
 from adp_kv.errors import AdpError, ConfigError
 from adp_kv.sdk.stats import ask_stored
-from adp_kv.units import GiB, KiB, MiB, format_bytes
+from adp_kv.units import GiB, KiB, format_bytes
 from adp_kv.wire.messages import DEFAULT_PORT
 
 _GATEWAY = f"tcp://127.0.0.1:{DEFAULT_PORT}"
 _MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL", "absent": "-   "}
-_UNITS = {"KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": 1024 * GiB}
-
-
-def _bytes(text: str) -> int:
-    for unit, factor in _UNITS.items():
-        if text.endswith(unit):
-            return int(float(text.removesuffix(unit)) * factor)
-    return int(text)
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    subject = doctor.Subject(args.shared_memory_size, args.gateway, args.key_file)
+    subject = doctor.Subject(args.shared_memory_size, args.gateway or "", args.key_file)
     findings = doctor.examine(subject)
     failed = any(finding.status == "fail" for finding in findings)
     if args.json:
@@ -48,7 +41,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _size(args: argparse.Namespace) -> int:
-    shape = model_shape(read_config(args.model), args.kv_dtype, args.tp, args.dtype)
+    shape = model_shape(read_config(args.model), args.kv_dtype, args.tp, args.dtype, args.dcp)
     load = size.Load(
         block_tokens=args.block_size,
         chunk_tokens=args.chunk_size,
@@ -66,7 +59,8 @@ def _size(args: argparse.Namespace) -> int:
     for cache in found.caches:
         told[f"{cache.kind}:"] = (
             f"{cache.layers} layers, objects of {_readable('object_bytes', cache.object_bytes)} in "
-            f"{cache.fragments} fragments, {cache.objects_per_prompt} a conversation"
+            f"{cache.fragments} fragments, {cache.objects_per_prompt} a conversation; of a rank "
+            f"{_readable('slice_bytes', cache.slice_bytes)}"
         )
     _show(args, facts, readable=told)
     return 0
@@ -158,48 +152,53 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     sub = command("doctor", _doctor, "check this machine; each line says what to do")
-    sub.add_argument("--shared-memory-size", type=_bytes, default=6 * GiB, metavar="BYTES")
-    sub.add_argument("--gateway", default="", metavar="ADDRESS", help="also ask this gateway")
+    sub.add_argument("--shared-memory-size", type=byte_count, default=6 * GiB, metavar="BYTES")
+    sub.add_argument("--gateway", type=address, metavar="ADDRESS", help="also ask this gateway")
     sub.add_argument("--key-file", default="", metavar="FILE", help="of that gateway")
     _add_size(command("size", _size, "ring and card for a model, from its config.json"))
     sub = command("bench", _bench, "measure link, scatter or card on this machine")
     sub.add_argument("what", choices=("link", "scatter", "card"))
-    sub.add_argument("--seconds", type=float, default=5.0, help="card: of each phase")
-    sub.add_argument("--page-bytes", type=int, default=32 * KiB, help="scatter")
-    sub.add_argument("--pages", type=int, default=16, help="scatter: pages of a slice")
+    sub.add_argument("--seconds", type=seconds, default=5.0, help="card: of each phase")
+    sub.add_argument("--page-bytes", type=byte_count, default=32 * KiB, help="scatter")
+    sub.add_argument("--pages", type=count(1), default=16, help="scatter: pages of a slice")
     sub = command("inspect", _inspect, "which chunks of a prompt are on the card")
-    sub.add_argument("--gateway", default=_GATEWAY, metavar="ADDRESS")
+    sub.add_argument("--gateway", type=address, default=_GATEWAY, metavar="ADDRESS")
     sub.add_argument("--key-file", default="", metavar="FILE", help="of that gateway")
     for name in ("namespace", "root", "algorithm"):
         sub.add_argument(f"--{name}", required=True, help="as the engine logs it")
     for name in ("hash-tokens", "chunk-tokens"):
-        sub.add_argument(f"--{name}", type=int, required=True, help="as the engine logs it")
+        sub.add_argument(f"--{name}", type=count(1), required=True, help="as the engine logs it")
     sub.add_argument("--tokens", required=True, help="token ids, or @FILE with token ids")
     sub.add_argument("--salt", help="the request's cache_salt")
-    sub.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS")
+    sub.add_argument("--timeout", type=seconds, default=5.0, metavar="SECONDS")
     return parser
 
 
 def _add_size(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("model", help="config.json, its folder, or a name in the Hugging Face cache")
-    sub.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    sub.add_argument("--tp", type=count(1), default=1, help="tensor-parallel ranks")
+    sub.add_argument(
+        "--dcp", type=count(1), default=1, help="vLLM's --decode-context-parallel-size"
+    )
     sub.add_argument("--dtype", default="auto", help="as vLLM's")
     sub.add_argument("--kv-dtype", default="auto", help="as vLLM's --kv-cache-dtype")
     sub.add_argument(
         "--block-size",
-        type=int,
+        type=count(1),
         default=16,
         help="of vLLM; with recurrent layers the least it may be",
     )
-    sub.add_argument("--chunk-size", type=int, default=0, help="of the connector")
-    sub.add_argument("--shared-memory-size", type=_bytes, default=6 * GiB, metavar="BYTES")
-    sub.add_argument("--fragment-size", type=_bytes, default=261120, metavar="BYTES")
-    sub.add_argument("--slot-bytes", type=_bytes, default=0, metavar="BYTES", help="slab card")
-    sub.add_argument("--users", type=int, default=100, help="conversations to keep")
-    sub.add_argument("--tokens", type=int, default=16384, help="tokens of each")
-    sub.add_argument("--longest", type=int, default=0, help="longest prompt; default: --tokens")
+    sub.add_argument("--chunk-size", type=count(0), default=0, help="of the connector")
+    sub.add_argument("--shared-memory-size", type=byte_count, default=6 * GiB, metavar="BYTES")
+    sub.add_argument("--fragment-size", type=byte_count, default=261120, metavar="BYTES")
+    sub.add_argument("--slot-bytes", type=byte_count, default=0, metavar="BYTES", help="slab card")
+    sub.add_argument("--users", type=count(1), default=100, help="conversations to keep")
+    sub.add_argument("--tokens", type=count(1), default=16384, help="tokens of each")
     sub.add_argument(
-        "--batched-tokens", type=int, default=8192, help="vLLM's --max-num-batched-tokens"
+        "--longest", type=count(0), default=0, help="longest prompt; default: --tokens"
+    )
+    sub.add_argument(
+        "--batched-tokens", type=count(1), default=8192, help="vLLM's --max-num-batched-tokens"
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from adp_kv.config import environment
 from adp_kv.errors import ConfigError
 
 FULL, WINDOW, STATE = "full", "window", "state"
@@ -55,13 +56,15 @@ def read_config(model: str) -> dict[str, Any]:
         ConfigError: There is none, or it is no JSON object; names where it was looked for.
     """
     tried = [Path(model), Path(model) / "config.json"]
-    cached = Path("~/.cache/huggingface/hub").expanduser() / f"models--{model.replace('/', '--')}"
+    cached = _hub_cache() / f"models--{model.replace('/', '--')}"
     tried += sorted(cached.glob("snapshots/*/config.json"))[-1:]
     path = next((path for path in tried if path.is_file()), None)
+    if path is None and Path(model).exists():
+        raise ConfigError(f"{model}: no config.json there; give the path of the file")
     if path is None:
         raise ConfigError(
             f"{model}: no config.json there, nor in {cached}; give the path of the file, or fetch "
-            f"it: huggingface-cli download {model} config.json"
+            f"it: hf download {model} config.json"
         )
     try:
         config = json.loads(path.read_text())
@@ -72,6 +75,14 @@ def read_config(model: str) -> dict[str, Any]:
     # Models with pictures keep the language model's numbers one level down.
     inner = config.get("text_config")
     return config | inner if isinstance(inner, dict) else config
+
+
+def _hub_cache() -> Path:
+    """Return where Hugging Face keeps what it fetched."""
+    if hub := environment("HF_HUB_CACHE"):
+        return Path(hub)
+    home = environment("HF_HOME")
+    return (Path(home) if home else Path("~/.cache/huggingface").expanduser()) / "hub"
 
 
 def family(config: Config) -> str:

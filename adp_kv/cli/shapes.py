@@ -44,6 +44,7 @@ class CacheKind:
             hold the same heads count once; 0 for states.
         window: tokens that a layer sees; 0 for all.
         state_bytes: of one state, all ranks together; 0 for what is kept of tokens.
+        num_slices: ranks' parts of an object that differ, all of one size.
     """
 
     name: str
@@ -51,6 +52,7 @@ class CacheKind:
     token_bytes: int = 0
     window: int = 0
     state_bytes: int = 0
+    num_slices: int = 1
 
     def part(self, block_tokens: int, chunk_tokens: int) -> Part:
         """Return the rules of the connector for it."""
@@ -72,12 +74,14 @@ class ModelShape:
         kinds: its caches.
         rank_token_bytes, rank_state_bytes: of one layer on one rank, which vLLM makes blocks
             of the same size from; 0 where there are no states.
+        token_shards: ranks that share the tokens of a block (decode context parallelism).
         notes: what the reader should know.
     """
 
     kinds: tuple[CacheKind, ...]
     rank_token_bytes: int = 0
     rank_state_bytes: int = 0
+    token_shards: int = 1
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -86,13 +90,18 @@ class ModelShape:
         return self.rank_state_bytes > 0
 
     def block_tokens(self, block_size: int) -> int:
-        """Return the tokens of a block: with states as many as are no smaller than a state."""
+        """Return the tokens of a block: with states as many as are no smaller than a state.
+
+        With token_shards a block of vLLM's table has block_size tokens on each of those ranks.
+        """
         if not self.has_states:
-            return block_size
+            return block_size * self.token_shards
         return block_size * ceil_div(self.rank_state_bytes, block_size * self.rank_token_bytes)
 
 
-def model_shape(config: Config, kv_dtype: str, tp_size: int, dtype: str = "auto") -> ModelShape:
+def model_shape(
+    config: Config, kv_dtype: str, tp_size: int, dtype: str = "auto", dcp_size: int = 1
+) -> ModelShape:
     """Return what a model keeps.
 
     Args:
@@ -100,32 +109,48 @@ def model_shape(config: Config, kv_dtype: str, tp_size: int, dtype: str = "auto"
         kv_dtype: as vLLM's --kv-cache-dtype; "auto" is the model's type.
         tp_size: tensor-parallel ranks.
         dtype: as vLLM's --dtype.
+        dcp_size: as vLLM's --decode-context-parallel-size.
 
     Raises:
-        ConfigError: A number is missing, or a kind of layer this can't size.
+        ConfigError: A number is missing, a kind of layer this can't size, or ranks that can't
+            share it so.
     """
     config, notes = with_defaults(config)
     runs_in, said = model_dtype(config, dtype)
     notes += said
     kept = layer_caches(config)
+    if tp_size % dcp_size:
+        raise ConfigError(f"--dcp {dcp_size}: does not divide --tp {tp_size}")
+    if dcp_size > 1 and any(layer != {FULL} for layer in kept):
+        raise ConfigError(
+            f"--dcp {dcp_size}: adp-kv serves it for models whose layers are all full attention or "
+            "MLA; leave it out"
+        )
+    if kv_dtype == "auto":
+        kv_dtype = runs_in
+        item_bytes(runs_in, "--dtype")
     if config.get("kv_lora_rank"):
-        return _latent(config, kept, runs_in if kv_dtype == "auto" else kv_dtype, notes)
-    token, rank_token = _attention(config, runs_in if kv_dtype == "auto" else kv_dtype, tp_size)
+        return _latent(config, kept, kv_dtype, dcp_size, notes)
+    heads = _stored_heads(config, tp_size, dcp_size)
+    head = 2 * _head_size(config) * item_bytes(kv_dtype, "--kv-dtype")
+    slices = min(heads, tp_size) * dcp_size
     kinds = []
     if full := sum(FULL in layer for layer in kept):
-        kinds.append(CacheKind("attention", full, token))
+        kinds.append(CacheKind("attention", full, heads * head, num_slices=slices))
     if windows := sum(WINDOW in layer for layer in kept):
         window = number(config, "sliding_window")
-        kinds.append(CacheKind(f"window of {window}", windows, token, window))
+        name = f"window of {window}"
+        kinds.append(CacheKind(name, windows, heads * head, window, num_slices=slices))
     states = sum(STATE in layer for layer in kept)
     if not states:
-        return ModelShape(tuple(kinds), notes=tuple(notes))
+        return ModelShape(tuple(kinds), token_shards=dcp_size, notes=tuple(notes))
     if not full:
         raise ConfigError("a model of recurrent layers alone: it is not one that adp-kv serves")
     state = state_of(config, tp_size)
     size = state.num_bytes(runs_in)
-    kinds.append(CacheKind(state.kind, states, state_bytes=size))
-    return ModelShape(tuple(kinds), rank_token, size // tp_size, (*notes, _BLOCK_NOTE))
+    kinds.append(CacheKind(state.kind, states, state_bytes=size, num_slices=tp_size))
+    rank_token = max(1, _kv_heads(config) // tp_size) * head
+    return ModelShape(tuple(kinds), rank_token, size // tp_size, notes=(*notes, _BLOCK_NOTE))
 
 
 _BLOCK_NOTE: Final = (
@@ -135,7 +160,9 @@ _BLOCK_NOTE: Final = (
 )
 
 
-def _latent(config: Config, kept: list[set[str]], kv_dtype: str, notes: list[str]) -> ModelShape:
+def _latent(
+    config: Config, kept: list[set[str]], kv_dtype: str, dcp_size: int, notes: list[str]
+) -> ModelShape:
     """Return an MLA model's caches, and the indexer's of DeepSeek Sparse Attention."""
     if any(layer != {FULL} for layer in kept):
         raise ConfigError(
@@ -145,11 +172,12 @@ def _latent(config: Config, kept: list[set[str]], kv_dtype: str, notes: list[str
     width = number(config, "kv_lora_rank") + number(config, "qk_rope_head_dim")
     packed = kv_dtype == "fp8_ds_mla"
     token = _FP8_DS_MLA_BYTES if packed else width * item_bytes(kv_dtype, "--kv-dtype")
-    kinds = [CacheKind("MLA", len(kept), token)]
+    kinds = [CacheKind("MLA", len(kept), token, num_slices=dcp_size)]
     if config.get("index_head_dim"):
         dim = number(config, "index_head_dim")
         indexer = dim + 4 * (dim // _INDEXER_SCALE_TOKENS)
-        kinds.append(CacheKind("DSA indexer", _num_indexers(config, len(kept)), indexer))
+        layers = _num_indexers(config, len(kept))
+        kinds.append(CacheKind("DSA indexer", layers, indexer, num_slices=dcp_size))
         if kv_dtype.startswith("fp8") and not packed:
             notes.append(
                 "some backends of sparse attention keep fp8 as fp8_ds_mla (656 bytes a token): "
@@ -157,7 +185,7 @@ def _latent(config: Config, kept: list[set[str]], kv_dtype: str, notes: list[str
             )
     if config.get("num_nextn_predict_layers"):
         notes.append("MTP layers are counted by nobody: each that is used has caches like these")
-    return ModelShape(tuple(kinds), notes=tuple(notes))
+    return ModelShape(tuple(kinds), token_shards=dcp_size, notes=tuple(notes))
 
 
 def _num_indexers(config: Config, num_layers: int) -> int:
@@ -171,14 +199,25 @@ def _num_indexers(config: Config, num_layers: int) -> int:
     return sum(max(i - offset + 1, 0) % period == 0 for i in range(num_layers))
 
 
-def _attention(config: Config, kv_dtype: str, tp_size: int) -> tuple[int, int]:
-    """Return bytes of a token in one layer: of all ranks together, and of one rank."""
-    heads = int(config.get("num_key_value_heads") or number(config, "num_attention_heads"))
-    size = _head_size(config)
+def _kv_heads(config: Config) -> int:
+    return int(config.get("num_key_value_heads") or number(config, "num_attention_heads"))
+
+
+def _stored_heads(config: Config, tp_size: int, dcp_size: int) -> int:
+    """Return of how many heads an object has every token.
+
+    Raises:
+        ConfigError: Ranks that share tokens would not hold the same heads: vLLM refuses it.
+    """
+    heads = _kv_heads(config)
+    most = max(1, tp_size // heads)
+    if dcp_size > most:
+        raise ConfigError(
+            f"--dcp {dcp_size}: with {heads} KV heads vLLM takes at most {most} at --tp {tp_size}"
+        )
     # Heads that do not divide evenly among the ranks are stored by every rank for itself.
-    stored = heads if heads % tp_size == 0 or tp_size % heads == 0 else tp_size
-    head = 2 * size * item_bytes(kv_dtype, "--kv-dtype")
-    return stored * head, max(1, heads // tp_size) * head
+    even = heads % tp_size == 0 or tp_size % heads == 0
+    return heads if even else tp_size // dcp_size
 
 
 def _head_size(config: Config) -> int:

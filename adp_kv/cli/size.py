@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass
 from adp_kv.cli.shapes import CacheKind, ModelShape
 from adp_kv.errors import ConfigError
 from adp_kv.ring.header import divide
-from adp_kv.units import KiB, align_up, ceil_div
+from adp_kv.units import PAGE_BYTES, align_up, ceil_div
 
 DEFAULT_CHUNK_TOKENS = 256
 MAX_RING_BYTES = 64 << 30
+FILL_PERCENT = 90
+"""How full a card gets before it evicts: evict_above, as it is by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class CacheSizes:
 
     Attributes:
         layers: with such a cache.
-        object_bytes, fragments: of one object.
+        object_bytes, fragments: of one object; slice_bytes: of one rank's part of it.
         objects_per_prompt: of each layer, of a conversation that is kept.
         longest_get: objects that the longest prompt asks for at once, of one layer.
     """
@@ -30,6 +32,7 @@ class CacheSizes:
     kind: str
     layers: int
     object_bytes: int
+    slice_bytes: int
     fragments: int
     objects_per_prompt: int
     longest_get: int
@@ -37,7 +40,12 @@ class CacheSizes:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What `adp-kv size` says; bytes unless the name tells otherwise."""
+    """What `adp-kv size` says; bytes unless the name tells otherwise.
+
+    Attributes:
+        stored_bytes_per_token, card_capacity_bytes: in whole slots; the latter such that the card
+            evicts nothing of it.
+    """
 
     kind: str
     layers: int
@@ -83,14 +91,21 @@ class Load:
     longest: int
     batched_tokens: int = 8192
 
+    @property
+    def longest_value(self) -> int:
+        """Bytes of the longest fragment: no longer than a slot of the card."""
+        return min(self.fragment_size, self.slot_bytes)
+
 
 def sizes(shape: ModelShape, load: Load) -> Sizes:
     """Return what a model needs for a load.
 
     Raises:
-        ConfigError: chunk_size does not fit the blocks.
+        ConfigError: chunk_size does not fit the blocks, or a slot the card.
         RingError: The ring holds not even one object a direction; says what it needs.
     """
+    if load.slot_bytes % PAGE_BYTES:
+        raise ConfigError(f"--slot-bytes {load.slot_bytes}: no multiple of {PAGE_BYTES}")
     block = shape.block_tokens(load.block_tokens)
     chunk = _chunk_tokens(shape, load, block)
     chunks = load.tokens // chunk
@@ -118,10 +133,12 @@ def sizes(shape: ModelShape, load: Load) -> Sizes:
         recommended_shared_memory_size=min(
             MAX_RING_BYTES, align_up(2 * 2 * longest * ring.slot_bytes, 1 << 30)
         ),
-        fragments_per_object=ceil_div(io_size, load.fragment_size),
+        fragments_per_object=ceil_div(io_size, load.longest_value),
         stored_bytes_per_token=stored // (chunks * chunk) if chunks else 0,
         prompt_bytes=sum(n * c.object_bytes for n, c in zip(objects, caches, strict=True)),
-        card_capacity_bytes=load.users * stored,
+        card_capacity_bytes=align_up(
+            ceil_div(load.users * stored * 100, FILL_PERCENT), load.slot_bytes
+        ),
         caches=caches,
         note="; ".join([*shape.notes, *_load_notes(shape, load, chunk, chunks)]),
     )
@@ -137,7 +154,12 @@ def _chunk_tokens(shape: ModelShape, load: Load, block: int) -> int:
         return block
     chunk = load.chunk_tokens or ceil_div(DEFAULT_CHUNK_TOKENS, block) * block
     if chunk % block:
-        raise ConfigError(f"--chunk-size {chunk}: no multiple of the block size {block}")
+        shards = shape.token_shards
+        of = f" {block // shards} times --dcp {shards}" if shards > 1 else f" {block}"
+        raise ConfigError(
+            f"--chunk-size {chunk}: no multiple of the block size{of}: use "
+            f"{ceil_div(chunk, block) * block}, or leave it out"
+        )
     return chunk
 
 
@@ -151,7 +173,8 @@ def _cache_sizes(kind: CacheKind, load: Load, block: int, chunk: int) -> CacheSi
         kind=kind.name,
         layers=kind.num_layers,
         object_bytes=object_bytes,
-        fragments=ceil_div(object_bytes, load.fragment_size),
+        slice_bytes=object_bytes // kind.num_slices,
+        fragments=ceil_div(object_bytes, load.longest_value),
         objects_per_prompt=chunks,
         longest_get=longest if depth is None else min(longest, depth),
     )
@@ -176,4 +199,4 @@ def as_facts(found: Sizes) -> dict[str, object]:
 
 def slot_bytes_for(fragment_size: int) -> int:
     """Return the slab card's slot for fragments of a size: whole 4 KiB pages."""
-    return align_up(fragment_size, 4 * KiB)
+    return align_up(fragment_size, PAGE_BYTES)

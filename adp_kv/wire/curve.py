@@ -11,7 +11,9 @@ connected or bound.
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 import stat
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -25,6 +27,7 @@ from adp_kv.errors import ConfigError
 
 MIN_SECRET_BYTES = 32
 ZAP_DOMAIN = b"adp"
+_MAX_PATH_BYTES = 107  # of sockaddr_un, without the zero at its end
 _MAKE = "make one with: (umask 077; openssl rand -base64 32 > FILE)"
 
 
@@ -86,7 +89,28 @@ def is_local(address: str) -> bool:
     if address.startswith("ipc://"):
         return True
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    return host in {"localhost", "::1"} or host.startswith("127.")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, of which only this one is known to stay here
+        return host == "localhost"
+
+
+def require_address(setting: str, address: str) -> None:
+    """Refuse what is no address of a gateway.
+
+    Raises:
+        ConfigError: It names both forms.
+    """
+    match = re.fullmatch(r"tcp://[^/\s]+:(\d{1,5})|ipc:///.+", address)
+    if match is None or int(match[1] or 0) >= 1 << 16:
+        raise ConfigError(
+            f"{setting} = {address!r}: expected tcp://HOST:PORT or ipc:///absolute/path"
+        )
+    if len(os.fsencode(address.removeprefix("ipc://"))) > _MAX_PATH_BYTES and match[1] is None:
+        raise ConfigError(
+            f"{setting} = {address!r}: the path of a socket has at most {_MAX_PATH_BYTES} bytes; "
+            "choose a shorter one"
+        )
 
 
 def require_key(setting: str, address: str, key_file: str) -> None:

@@ -22,10 +22,20 @@ def test_given_settings_are_taken():
 
 
 @pytest.mark.parametrize(
+    "gateway", ["tcp://127.0.0.1:555{dp_rank}", "ipc:///run/{dp_rank}.sock", "ipc:///" + 106 * "a"]
+)
+def test_address_may_name_a_data_parallel_rank_and_any_path(gateway):
+    assert connector_settings({"gateway": gateway}).gateway == gateway
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("gateway", "127.0.0.1:5557"),
         ("gateway", "tcp://host"),
+        ("gateway", "tcp://127.0.0.1:65536"),
+        ("gateway", "tcp://127.0.0.1:{rank}"),
+        ("gateway", "ipc:///" + 107 * "a"),
         ("gateway", 5557),
         ("chunk_size", -1),
         ("chunk_size", "256"),

@@ -108,6 +108,15 @@ def test_running_gateway_is_asked(tmp_path):
     assert "0 values" in finding.found
 
 
+def test_key_file_that_can_not_be_read_is_what_to_mend(tmp_path):
+    """Not the gateway, which may well run."""
+    wrong = subject(tmp_path, gateway="tcp://127.0.0.1:1", key_file=str(tmp_path / "none"))
+    finding = doctor.check_gateway(wrong)
+    assert finding.status == "fail"
+    assert "No such file" in finding.found
+    assert finding.fix == "give --key-file the gateway's key_file"
+
+
 def test_command_line_tells_json_and_status(capsys, monkeypatch):
     sick = [doctor.Finding("a", "ok", "well"), doctor.Finding("b", "fail", "ill", "a pill")]
     monkeypatch.setattr(doctor, "examine", lambda _subject: sick)

@@ -85,6 +85,13 @@ def test_keys_are_those_of_the_engine_that_logged_them(tmp_path, capsys, salt):
     assert other["stored"] == 0
 
 
+def status_of(arguments):
+    try:
+        return main.main(arguments)
+    except SystemExit as ended:
+        return ended.code
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -92,6 +99,13 @@ def test_keys_are_those_of_the_engine_that_logged_them(tmp_path, capsys, salt):
         (["--namespace", "zz"], "not hex"),
         (["--chunk-tokens", "33"], "must be a multiple"),
         (["--tokens", "1,2"], "less than a chunk"),
+        pytest.param(["--algorithm", "md5"], "--algorithm md5: ", marks=pytest.mark.vllm),
+        (["--hash-tokens", "0"], "argument --hash-tokens: '0': expected a whole number"),
+        (["--chunk-tokens", "0"], "argument --chunk-tokens: '0': expected a whole number"),
+        (["--timeout", "-1"], "argument --timeout: '-1': expected seconds, more than 0"),
+        (["--timeout", "nan"], "argument --timeout: 'nan': expected seconds"),
+        (["--gateway", "here"], "argument --gateway: address = 'here': expected tcp://HOST:PORT"),
+        (["--gateway", "tcp://here:65536"], "expected tcp://HOST:PORT"),
     ],
 )
 def test_wrong_argument_is_named(changed, message, capsys):
@@ -101,8 +115,8 @@ def test_wrong_argument_is_named(changed, message, capsys):
         "--algorithm": "sha256",
         "--hash-tokens": "32",
         "--chunk-tokens": "64",
-        "--tokens": "1",
+        "--tokens": ",".join(["1"] * 64),
     }
-    arguments = [part for pair in (usual | {changed[0]: changed[1]}).items() for part in pair]
-    assert main.main(["inspect", *arguments]) == 2
+    pairs = (usual | {changed[0]: changed[1]}).items()
+    assert status_of(["inspect", *(f"{name}={value}" for name, value in pairs)]) == 2
     assert message in capsys.readouterr().err

@@ -7,9 +7,10 @@ import pytest
 from adp_kv.cli import main
 from adp_kv.cli.model_config import read_config
 from adp_kv.cli.shapes import CacheKind, model_shape
-from adp_kv.cli.size import Load, sizes
+from adp_kv.cli.size import FILL_PERCENT, Load, sizes
 from adp_kv.errors import ConfigError, RingError
 from adp_kv.units import GiB
+from gateway.cards.retention import RetentionSettings
 from tests.support import tiny_models
 from tests.support.gateways import Gateway
 from tests.support.serving import Rank, welcome_all
@@ -54,7 +55,7 @@ def test_llama_8b_by_hand():
     assert found.longest_get_slots == 512
     assert found.longest_get_batches == 1
     assert found.fragments_per_object == 5  # 261120 is a little less than a quarter of a MiB
-    assert found.card_capacity_bytes == 10 * 3 * 32 * 5 * 262144
+    assert found.card_capacity_bytes == 5334 * 262144  # 10 * 3 * 32 * 5 slots are 90% of it
     assert found.prompt_bytes == 3 * 256 * 131072
 
 
@@ -74,6 +75,49 @@ def test_heads_are_stored_once_where_ranks_share_them(tp, stored):
     assert kind.token_bytes == 2 * stored * 128 * 2
 
 
+def test_card_of_that_size_evicts_nothing_by_itself():
+    assert 100 * RetentionSettings().evict_above == FILL_PERCENT
+
+
+def test_values_are_no_longer_than_a_slot():
+    """A card's fragments are what fits its slots, whatever fragment_size would allow."""
+    found = sizes(model_shape(LLAMA_8B, "auto", 1), load(slot_bytes=131072))
+    assert (found.fragments_per_object, found.caches[0].fragments) == (8, 8)
+    assert found.stored_bytes_per_token == 32 * 8 * 131072 // 256
+    with pytest.raises(ConfigError, match="--slot-bytes 5000: no multiple of 4096"):
+        sizes(model_shape(LLAMA_8B, "auto", 1), load(slot_bytes=5000))
+
+
+def test_ranks_that_share_tokens_by_hand():
+    """Decode context parallelism: a block is that of all of them, an object has a token once."""
+    found = sizes(model_shape(DEEPSEEK_V3, "auto", 8, dcp_size=8), load(block_tokens=64))
+    assert (found.block_tokens, found.chunk_tokens) == (512, 512)
+    assert (found.io_size, found.caches[0].slice_bytes) == (512 * 1152, 64 * 1152)
+    assert found.bytes_per_token == 61 * 1152
+    found = sizes(model_shape(LLAMA_8B, "auto", 16, dcp_size=2), load())
+    assert (found.chunk_tokens, found.io_size) == (256, 1 << 20)
+    assert found.caches[0].slice_bytes == (1 << 20) // 16
+    with pytest.raises(ConfigError, match="block size 64 times --dcp 8: use 512, or leave it out"):
+        sizes(
+            model_shape(DEEPSEEK_V3, "auto", 8, dcp_size=8),
+            load(block_tokens=64, chunk_tokens=256),
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "dcp", "message"),
+    [
+        ({}, 4, 3, "--dcp 3: does not divide --tp 4"),
+        ({}, 8, 2, "--dcp 2: with 8 KV heads vLLM takes at most 1 at --tp 8"),
+        ({}, 16, 4, "at most 2 at --tp 16"),
+        ({"sliding_window": 128}, 16, 2, "all full attention or MLA"),
+    ],
+)
+def test_ranks_that_can_not_share_tokens_are_named(changes, tp, dcp, message):
+    with pytest.raises(ConfigError, match=message):
+        model_shape(LLAMA_8B | changes, "auto", tp, dcp_size=dcp)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -82,7 +126,7 @@ def test_heads_are_stored_once_where_ranks_share_them(tp, stored):
         ({"layer_types": ["mamba", "attention"], "model_type": "bamba"}, "bamba.*granite"),
         ({"layer_types": ["conv"], "model_type": "lfm2", "conv_dim": 64}, "recurrent layers alone"),
         ({"num_hidden_layers": None}, "no num_hidden_layers"),
-        ({"torch_dtype": "int3"}, "--kv-dtype int3"),
+        ({"torch_dtype": "int3"}, "--dtype int3"),
     ],
 )
 def test_what_can_not_be_sized_is_named(changes, message):
@@ -106,9 +150,19 @@ def test_config_is_found_by_file_folder_and_cache(tmp_path, monkeypatch):
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
     assert read_config("meta/x")["kv_lora_rank"] == 512
-    with pytest.raises(ConfigError, match=r"huggingface-cli download meta/y config\.json"):
+    with pytest.raises(ConfigError, match=r"hf download meta/y config\.json"):
         read_config("meta/y")
+    with pytest.raises(ConfigError, match=r"no config\.json there; give"):
+        read_config(str(snapshot.parent))
+    monkeypatch.setenv("HOME", "/")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / ".cache/huggingface"))
+    assert read_config("meta/x")["kv_lora_rank"] == 512
+    monkeypatch.setenv("HF_HOME", "/")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / ".cache/huggingface/hub"))
+    assert read_config("meta/x")["kv_lora_rank"] == 512
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="not a model"):
         read_config(str(tmp_path))
@@ -157,3 +211,36 @@ def test_command_line_tells_json_and_text(tmp_path, capsys):
     assert "attention:" in out
     assert main.main(["size", str(tmp_path / "nothing")]) == 2
     assert "no config.json there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        ("--tp", ["0", "-1", "two"]),
+        ("--dcp", ["0"]),
+        ("--block-size", ["0", "-16"]),
+        ("--chunk-size", ["-16"]),
+        ("--users", ["0", "-1"]),
+        ("--tokens", ["0"]),
+        ("--longest", ["-4"]),
+        ("--batched-tokens", ["0"]),
+        ("--fragment-size", ["0", "-1", "many", "1 QB"]),
+        ("--slot-bytes", ["0"]),
+        ("--shared-memory-size", ["0", "-5", "xGiB"]),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(tmp_path, capsys, flag, values):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    for value in values:
+        with pytest.raises(SystemExit) as ended:
+            main.main(["size", str(tmp_path), f"{flag}={value}"])
+        assert ended.value.code == 2
+        told = capsys.readouterr().err
+        assert f"argument {flag}: {value!r}: expected" in told
+
+
+def test_sizes_have_the_gateway_s_units(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    for text, ring in (("10GB", 10**10), ("1.5 GiB", 3 << 29), ("8388608", 1 << 23)):
+        assert main.main(["size", str(tmp_path), "--shared-memory-size", text, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["shared_memory_size"] == ring

@@ -87,15 +87,15 @@ def said_by_vllm(tmp_path, config, tp, block, **engine):
 
 
 def objects_of(hellos):
-    """Return how many caches have objects of each size, all ranks together."""
+    """Return how many caches have objects and slices of each size, all ranks together."""
     caches = {decl.index: decl for hello in hellos for decl in hello.caches}
-    return Counter(decl.object_bytes for decl in caches.values())
+    return Counter((decl.object_bytes, decl.slice_bytes) for decl in caches.values())
 
 
 def counted(found):
     objects = Counter()
     for cache in found.caches:
-        objects[cache.object_bytes] += cache.layers
+        objects[cache.object_bytes, cache.slice_bytes] += cache.layers
     return objects
 
 
@@ -129,6 +129,27 @@ class TestAgainstVllm:
         vllm_block, chunk, said = said_by_vllm(tmp_path, config, tp, 32)
         found = sizes(model_shape(config, "auto", tp), load(block_tokens=32))
         assert (found.block_tokens, found.chunk_tokens) == (vllm_block, chunk)
+        assert counted(found) == objects_of(said)
+
+    @pytest.mark.parametrize(
+        ("name", "heads", "tp", "dcp"),
+        [
+            ("llama", 1, 4, 2),
+            ("llama", 2, 8, 4),
+            ("mla", None, 4, 4),
+            ("mla", None, 8, 2),
+            ("dsa", None, 4, 2),
+        ],
+    )
+    def test_ranks_that_share_tokens(self, tmp_path, name, heads, tp, dcp):
+        """Decode context parallelism: longer blocks, objects of every token once, more slices."""
+        config = config_of(name, "full")
+        if heads:
+            config |= {"num_key_value_heads": heads}
+        shared = {"decode_context_parallel_size": dcp}
+        _, chunk, said = said_by_vllm(tmp_path, config, tp, 32, **shared)
+        found = sizes(model_shape(config, "auto", tp, dcp_size=dcp), load(block_tokens=32))
+        assert (found.block_tokens, found.chunk_tokens) == (32 * dcp, chunk)
         assert counted(found) == objects_of(said)
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -216,7 +237,8 @@ def test_card_holds_what_is_stored_of_a_conversation():
     assert kinds["window of 128"].object_bytes == 4 * 32 * token  # 127 tokens are in 4 blocks
     assert {k.objects_per_prompt for k in found.caches} == {3}
     assert found.prompt_bytes == 3 * 2 * (256 + 128) * token
-    assert found.card_capacity_bytes == 3 * 3 * 4 * 262144
+    # 36 values of a slot each, and room before a card that is 90% full evicts.
+    assert found.card_capacity_bytes == 40 * 262144
     assert kinds["window of 128"].longest_get == 1
 
     config = config_of("qwen3_next", "full")

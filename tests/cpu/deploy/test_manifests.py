@@ -1,7 +1,7 @@
 """What deploy/ starts fits together: settings, sockets, sizes, users, probes, paths.
 
 Nothing is built or started here (deploy/README.md says what that leaves open); where the tools
-are installed, systemd-analyze and kubectl judge their files too.
+are installed, systemd-analyze, kubectl and promtool judge their files too.
 """
 
 import configparser
@@ -19,7 +19,9 @@ from adp_kv.config import connector_settings
 from adp_kv.units import GiB
 from gateway.cards.registry import create_card
 from gateway.config import load
-from tests.support.process import REPO
+from tests.support.confined_gateway import FAMILIES
+from tests.support.gateways import Gateway
+from tests.support.process import REPO, free_port
 
 DEPLOY = REPO / "deploy"
 PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
@@ -236,11 +238,15 @@ def test_kustomization_names_its_files():
     assert config["configMap"]["name"] == found["configMapGenerator"][0]["name"]
 
 
-def test_unit_fits_its_example():
+@pytest.fixture(scope="module")
+def service():
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str
     unit.read(UNIT)
-    service = unit["Service"]
+    return unit["Service"]
+
+
+def test_unit_fits_its_example(service):
     program, option, path = shlex.split(service["ExecStart"])
     assert program.rpartition("/")[2] in PROJECT["scripts"]
     assert option == "--config"
@@ -251,9 +257,26 @@ def test_unit_fits_its_example():
     assert found.card_options["path"].startswith(f"/var/lib/{service['StateDirectory']}/")
 
 
+@pytest.mark.parametrize("listen", ["tcp", "ipc"])
+def test_unit_lets_a_gateway_open_its_sockets(tmp_path, service, listen):
+    """ZeroMQ looks at the interfaces when it binds to TCP, and aborts where it may not."""
+    address = f"ipc://{tmp_path}/s" if listen == "ipc" else None
+    with Gateway.serve(
+        address=address,
+        card_options={"capacity_bytes": "1MiB"},
+        env={FAMILIES: service["RestrictAddressFamilies"]},
+        program="tests.support.confined_gateway",
+        shared_memory_size="1MiB",
+        metrics=f"127.0.0.1:{free_port()}",
+    ) as gateway:
+        assert gateway.counters()
+        gateway.stop()
+
+
 TOOLS = {
     "systemd-analyze": ["systemd-analyze", "verify", "--man=no"],
     "kubectl": ["kubectl", "kustomize", str(DEPLOY / "kubernetes")],
+    "promtool": ["promtool", "check", "config", str(DEPLOY / "docker" / "prometheus.yaml")],
 }
 
 
@@ -271,5 +294,5 @@ def test_installed_tool_takes_the_file(tmp_path, tool):
     if tool == "kubectl":
         kinds = {doc["kind"] for doc in yaml.safe_load_all(done.stdout)}
         assert kinds == {"ConfigMap", "Service", "StatefulSet"}
-    else:
+    elif tool == "systemd-analyze":
         assert "adp-gateway@engine0.service" not in done.stderr, done.stderr

@@ -101,7 +101,10 @@ def test_off_reason_names_the_key(guarded):
         assert "key_file" in team.ranks[0].off_reason
 
 
-@pytest.mark.parametrize("listen", ["tcp://0.0.0.0:5557", "tcp://gateway:5557", "tcp://*:1"])
+@pytest.mark.parametrize(
+    "listen",
+    ["tcp://0.0.0.0:5557", "tcp://gateway:5557", "tcp://*:1", "tcp://127.example.org:5557"],
+)
 def test_address_beyond_this_host_needs_a_key(listen, tmp_path):
     from adp_kv.config import connector_settings
 

@@ -83,6 +83,7 @@ def nonsense(rng):
 
 
 def flood(count, seed):
+    """Return how many of so many messages the gateway found to be bad."""
     rng = random.Random(seed)
     with Serving(
         shared_memory_size=1 << 20, job_deadline_s=0.5, rank_deadline_s=0.3, log_level="ERROR"
@@ -108,7 +109,9 @@ def flood(count, seed):
         assert serving.error is None
         assert serving.server.counters["bad_messages"] > count / 4
         assert "unexpected_errors" not in serving.server.counters
+        found = serving.server.counters["bad_messages"]
         after_the_flood(serving, ranks, chunks)
+        return found
 
 
 def drain(peer):
@@ -134,8 +137,11 @@ def after_the_flood(serving, ranks, chunks):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_thousands_of_bad_messages_are_survived(seed):
-    flood(3000, seed)
+def test_thousands_of_bad_messages_are_survived(seed, caplog):
+    caplog.set_level("WARNING", logger="adp_kv")
+    found = flood(3000, seed)
+    lines = [text for text in caplog.messages if text.startswith("message from peer ")]
+    assert len(lines) == found, "a line each"
 
 
 @pytest.mark.slow

@@ -143,6 +143,14 @@ def test_taken_ipc_address_is_refused():
         store([rank], random_chunks(1))
 
 
+def test_missing_folder_of_an_ipc_address_is_what_to_make(tmp_path):
+    folder = tmp_path / "none"
+    done = run_gateway(f"--listen=ipc://{folder}/s", *MEMORY, "--shared-memory-size=1MiB")
+    assert done.returncode == 2
+    assert f"mkdir -m 700 {folder}" in done.stderr
+    assert "another gateway" not in done.stderr
+
+
 def test_dead_ipc_address_is_taken_over(tmp_path):
     script = (
         "import os, signal, zmq\n"

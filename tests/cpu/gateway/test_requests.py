@@ -296,12 +296,13 @@ def test_release_by_a_rank_of_another_group_is_refused():
         assert ranks[1].stats()["bad_messages"] == 2
 
 
-def test_expired_lease_ends_session_and_replaces_ring():
+@pytest.mark.parametrize("kind", [Get, Put])
+def test_expired_lease_ends_session_and_replaces_ring(kind):
     clock = FakeClock()
     with Serving(clock=clock, lease_s=60, liveness_s=1e6) as serving:
         ranks = serving.join(replicated(1, 2))
         generation = ranks[0].mapping.header.generation
-        granted(ranks, random_chunks(1))
+        granted(ranks, random_chunks(1), kind)
         ranks[0].send(Release(5, 0, ok=True))
         ranks[0].lookup(random_chunks(1))
         clock.advance(59)

@@ -9,6 +9,7 @@ import pytest
 
 from adp_kv.config import ConnectorSettings
 from adp_kv.layout.geometry import CacheGeometry
+from tests.support.process import wait_until
 
 pytestmark = pytest.mark.vllm
 
@@ -64,6 +65,26 @@ def test_draft_s_layers_are_waited_for_before_the_pass_and_others_in_their_hooks
     in_python = SimpleNamespace(attn_metadata={})
     side.start_load(module.AdpMetadata(step=2, restore=[chunks]), in_python)
     assert fenced == [1]
+
+
+@pytest.mark.parametrize("timeout_s", [0.05, 60.0])
+def test_restore_beyond_load_timeout_s_has_failed(module, timeout_s):
+    """One that nobody answers: its request has failed and its blocks are told, but not before."""
+    engine = SimpleNamespace(undoable=True)
+    side = module.WorkerSide(engine, ConnectorSettings(load_timeout_s=timeout_s), b"n" * 16)
+    side._client = Client()
+    side._caches = {0: CacheGeometry(0, "l.0", 0, 64, 64, 8, 1)}
+    chunks = module.Chunks(0, np.zeros((1, 2), np.uint64), np.array([[3]]), ["r"])
+    side.start_load(module.AdpMetadata(step=1, async_restore=[chunks]), None)
+    ((job, _),) = side._async[0].jobs
+    if timeout_s > 1:
+        assert side.finished_restores() == (set(), set())
+        assert not job.abandoned
+        return
+    wait_until(lambda: job.expired, 5, "load_timeout_s has passed")
+    assert side.finished_restores() == ({"r"}, {"r"})
+    assert job.reason == "load_timeout_s has passed"
+    assert side.take_failed_blocks() == {3}
 
 
 def test_saves_beyond_what_may_be_pending_are_dropped_until_earlier_ones_end():
