@@ -94,7 +94,7 @@ class CudaMover(Mover):
         self._check_open()
         with self._device.capture_safe():
             self._device.bind()
-            self._ring.register(address, num_bytes)
+            self._ring.register(address, num_bytes, self._device.capture_safe)
 
     def release_ring(self) -> None:
         """Wait for transfers in flight and unregister the ring; another may follow.
@@ -104,7 +104,8 @@ class CudaMover(Mover):
         """
         if not self._drain():
             raise TransferError(f"transfers did not end within {_DRAIN_S:g} s")
-        self._ring.unregister()
+        with self._device.capture_safe():
+            self._ring.unregister()
 
     @override
     def mark(self) -> Mark:

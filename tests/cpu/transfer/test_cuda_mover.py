@@ -328,6 +328,26 @@ def test_failed_transfer_on_a_device_that_hangs_ends_the_mover(monkeypatch):
         bench.mover.restore(copy, None)
 
 
+def test_ring_is_registered_and_given_back_where_that_ends_no_capture(monkeypatch):
+    used = []
+
+    def watch(name):
+        call = getattr(FakeDevice, name)
+
+        def use(self, *how):
+            used.append((name, self.is_exempt()))
+            call(self, *how)
+
+        monkeypatch.setattr(FakeDevice, name, use)
+
+    watch("hostRegister")
+    watch("hostUnregister")
+    bench = Bench(FakeDevice(), None)  # several pieces: threads of their own register them
+    bench.mover.close()
+    assert {name for name, _ in used} == {"hostRegister", "hostUnregister"}
+    assert all(is_exempt for _, is_exempt in used), used
+
+
 def test_closed_mover_refuses():
     bench = Bench(FakeDevice(), None)
     bench.mover.close()
