@@ -109,4 +109,9 @@ class Mover(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for transfers in flight and unregister the ring; safe to call twice."""
+        """Wait for transfers in flight and unregister the ring; safe to call twice.
+
+        Raises:
+            TransferError: They did not end in time. The ring is still registered, and the device
+                may still use it, the staging and the tables: ring and mover are to be kept.
+        """

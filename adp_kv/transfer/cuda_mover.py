@@ -121,13 +121,8 @@ class CudaMover(Mover):
 
     @override
     def close(self) -> None:
-        if self._is_closed:
-            return
         self._is_closed = True
-        try:
-            self.release_ring()
-        except TransferError as error:  # what the device may still use stays as it is
-            logger.error("the ring stays registered: %s", error)  # noqa: TRY400
+        self.release_ring()
 
     def _start(
         self, pipe: Pipe, thresholds: Thresholds, copy: SliceCopy, after: Mark | None

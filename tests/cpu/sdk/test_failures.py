@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from adp_kv.errors import RingError
+from adp_kv.errors import RingError, TransferError
 from adp_kv.sdk import rank_client
 from adp_kv.sdk.lookup import LookupClient
 from adp_kv.sdk.loop import OFF_MESSAGE
@@ -254,6 +254,36 @@ def test_ring_that_can_not_be_registered_turns_off():
         with team.start(settle=False):
             assert not team.ranks[0].wait_settled()
             assert "register" in team.ranks[0].off_reason
+
+
+class StuckFanout:
+    """A fan-out whose exchanges never end."""
+
+    def check(self):
+        return
+
+    def close(self, grace_s):
+        return False
+
+
+@pytest.mark.parametrize("stuck", ["mover", "fan-out"])
+def test_what_a_device_that_hangs_may_touch_stays(stuck, monkeypatch):
+    def hang():
+        raise TransferError("transfers did not end within 10 s")
+
+    kept = []
+    monkeypatch.setattr(rank_client, "_KEPT", kept)
+    with Serving(**SLOTS) as serving:
+        team = Team(serving.address, pools(1))
+        if stuck == "mover":
+            team.movers[0].close = hang
+        else:
+            team.ranks[0].fanout = StuckFanout()
+        with team.start():
+            mapping = team.ranks[0]._mapping
+        assert mapping.data.size, "the ring was unmapped under the device"
+        assert kept == [team.ranks[0]], "who drops the client frees what the device writes to"
+        mapping.close()
 
 
 PHASES = ["idle", "save-copies", "restore-copies", "waits-for-rank", "waits-for-slots", "joining"]

@@ -273,14 +273,19 @@ def test_device_that_hangs_holds_close_until_its_deadline_and_keeps_the_ring(
     monkeypatch.setattr(cuda_mover, "_DRAIN_S", 0.05)
     device = FakeDevice()
     bench = Bench(device, way)
-    device.main.wait_event(FakeEvent(device))
+    gate = FakeEvent(device)
+    device.main.wait_event(gate)
     marks = [None, None]
     marks[hangs] = bench.mover.mark()
     for number, mark in enumerate(marks):  # on each of two streams that take turns
         copy = bench.copy_of([number], range(3 * number, 3 * number + 3))
         getattr(bench.mover, verb)(copy, mark)
-    bench.mover.close()
+    with pytest.raises(TransferError, match="did not end"):
+        bench.mover.close()
     assert device.registered, "the device may still read the ring"
+    gate.happened = True
+    bench.mover.close()
+    assert not device.registered
 
 
 def test_groups_of_rows_apart_are_2d_copies_and_no_batch():
