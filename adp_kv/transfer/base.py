@@ -13,8 +13,9 @@ Slices, pages and staging of unfinished tickets must stay valid. Nothing here bl
 the calling thread, except close() and a failed start, which wait for what is in flight,
 up to a deadline.
 
-Failure scope: TransferError from restore() or save() concerns that transfer; a
-device that is gone makes every later call raise.
+Failure scope: TransferError from restore() or save() concerns that transfer, and nothing of it runs
+any more; where it can't be ended a ticket is returned that fails when it has. A device that is gone
+makes every later call raise.
 """
 
 from __future__ import annotations

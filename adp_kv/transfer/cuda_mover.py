@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -57,6 +58,36 @@ class CudaTicket(Ticket):
     def fence(self) -> None:
         if self._event is not None:
             self._device.current_stream().wait_event(self._event)
+
+
+class HangingTicket(Ticket):
+    """A transfer that failed, of which the device still has something to run.
+
+    Its pages and slices are in use until the events behind all that was queued have happened.
+    """
+
+    def __init__(self, device: TorchDevice, ends: Sequence[torch.cuda.Event], problem: str) -> None:
+        self._device = device
+        self._ends = ends
+        self._problem = problem
+
+    @override
+    def done(self) -> bool:
+        try:
+            with self._device.capture_safe():
+                if not all(end.query() for end in self._ends):
+                    return False
+        except RuntimeError as error:
+            raise TransferError(self._problem) from error
+        raise TransferError(self._problem)
+
+    @override
+    def fence(self) -> None:
+        return  # nothing to wait for: proven() says so
+
+    @override
+    def proven(self) -> bool:
+        raise TransferError(self._problem)
 
 
 class CudaMover(Mover):
@@ -145,10 +176,13 @@ class CudaMover(Mover):
         except (TransferError, RuntimeError) as error:
             # What was queued still reads and writes the caller's memory: the one wait
             # outside close(), since the caller will use that memory again.
-            self._is_closed = not self._drain()
-            raise TransferError(
-                f"a transfer of {copy.total_bytes} bytes failed: {error}"
-            ) from error
+            problem = f"a transfer of {copy.total_bytes} bytes failed: {error}"
+            if self._drain():
+                raise TransferError(problem) from error
+            self._is_closed = True
+            with self._capture_safe:
+                ends = [*self._restores.ends(), *self._saves.ends()]
+            return HangingTicket(self._device, ends, problem)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -322,15 +322,35 @@ def test_another_ring_has_its_own_borders():
 def test_failed_transfer_on_a_device_that_hangs_ends_the_mover(monkeypatch):
     monkeypatch.setattr(cuda_mover, "_DRAIN_S", 0.05)
     device = FakeDevice()
-    bench = Bench(device, Way.BATCH)
-    device.main.wait_event(FakeEvent(device))
-    device.fail_copies = True
+    bench = Bench(device, Way.STAGED)
+    gate = FakeEvent(device)
+    device.main.wait_event(gate)
+    copies = []
+
+    def copy_one(*how, copy=device.memcpyAsync):
+        if copies:
+            raise RuntimeError("cudaErrorInvalidValue: invalid argument")
+        copies.append(how)
+        copy(*how)
+
+    monkeypatch.setattr(device, "memcpyAsync", copy_one)
     copy = bench.copy_of([0, 5], range(6))
+    ticket = bench.mover.restore(copy, bench.mover.mark())
+    assert copies, "nothing was queued: this proves nothing"
+    assert not ticket.done(), "its pages and slots are given away while it may still run"
     with pytest.raises(TransferError, match="invalid argument"):
-        bench.mover.restore(copy, bench.mover.mark())
-    device.fail_copies = False
+        ticket.proven()
+    ticket.fence()
     with pytest.raises(TransferError, match="closed"):
         bench.mover.restore(copy, None)
+    with pytest.raises(TransferError, match="did not end"):
+        bench.mover.close()
+    gate.happened = True
+    device.step(1000)
+    with pytest.raises(TransferError, match="invalid argument"):
+        ticket.done()
+    assert device.is_idle()
+    bench.mover.close()
 
 
 def test_ring_is_registered_and_given_back_where_that_ends_no_capture(monkeypatch):
