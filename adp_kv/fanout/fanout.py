@@ -176,11 +176,22 @@ class Fanout:
                 flight.event, error = self._pipe.queue(number, piece, label, source, after)
         except (ExchangeError, RuntimeError) as caught:
             self._abort(f"an exchange could not be queued: {caught}")
+            self._keep_rest(flight)
             raise ExchangeError(self._broken) from caught
         if error is not None:
             flight.problem = f"this rank's share failed: {error}"
         self._in_flight.append(flight)
         return flight
+
+    def _keep_rest(self, flight: _Flight) -> None:
+        """Count what was queued of a piece as in flight: its copies still read the ring."""
+        flight.problem = self._broken
+        try:
+            with self._capture_safe:
+                flight.event = self._pipe.end()
+        except RuntimeError:
+            return  # nothing runs on a device that takes nothing
+        self._in_flight.append(flight)
 
     def _bind(self) -> None:
         """Make the device the calling thread's, once: all is queued by one thread."""

@@ -206,6 +206,22 @@ def test_rank_that_can_not_take_part_goes_off_at_once():
     assert members.exchanges[0].aborted
 
 
+def test_share_of_an_exchange_that_could_not_be_queued_holds_the_ring():
+    members = Members(2)
+    _, _, shape, copies = simple(members)
+    gate = FakeEvent(members.devices[0])
+    members.devices[0].main.wait_event(gate)
+    mark = members.devices[0].record(members.devices[0].main)
+    members.exchanges[0].fail_next = 1
+    with pytest.raises(ExchangeError):
+        members.fanouts[0].restore((1, 7), shape, copies[0], mark)
+    assert not members.fanouts[0].close(0.01), "its copies out of the ring have not ended"
+    gate.happened = True
+    assert members.fanouts[0].close(5.0)
+    assert members.devices[0].is_idle()
+    assert members.is_untouched(0, [], shape)
+
+
 def test_close_ends_what_waits_for_an_absent_rank():
     members = Members(2)
     _, _, shape, copies = simple(members)
