@@ -1,13 +1,15 @@
 """What goes wrong concerns one job, or turns the cache off; nothing hangs."""
 
 import logging
+import os
+import threading
 import time
 
 import numpy as np
 import pytest
 
 from adp_kv.errors import RingError, TransferError
-from adp_kv.sdk import rank_client
+from adp_kv.sdk import loop, rank_client
 from adp_kv.sdk.lookup import LookupClient
 from adp_kv.sdk.loop import OFF_MESSAGE
 from gateway.cards.base import Op
@@ -254,6 +256,36 @@ def test_ring_that_can_not_be_registered_turns_off():
         with team.start(settle=False):
             assert not team.ranks[0].wait_settled()
             assert "register" in team.ranks[0].off_reason
+
+
+def test_thread_that_outlives_close_keeps_its_descriptor(monkeypatch, lines):
+    monkeypatch.setattr(loop, "JOIN_TIMEOUT_S", 0.05)
+    gate, hangs = threading.Event(), threading.Event()
+    with Serving(**SLOTS) as serving, Team(serving.address, pools(1)).start() as team:
+        rank = team.ranks[0]
+        turn = rank.on_turn
+
+        def hang():
+            hangs.set()
+            gate.wait(20)
+            return turn()
+
+        rank.on_turn = hang
+        rank.call(lambda: None)
+        assert hangs.wait(10)
+        rank.close()
+        other = os.eventfd(0, os.EFD_NONBLOCK)  # would take the number of one that was closed
+        try:
+            rank.call(lambda: None)
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(other)
+            gate.set()
+            rank._thread.join(10)
+            assert not rank._thread.is_alive()
+            assert not any("unexpected" in text for text in lines.texts), lines.texts
+        finally:
+            gate.set()
+            os.close(other)
 
 
 class StuckFanout:
