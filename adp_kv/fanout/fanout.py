@@ -264,7 +264,8 @@ class Fanout:
         if self._broken is not None:
             return
         self._broken = f"NVLink fan-out: {reason}"
-        self._exchange.abort()
+        with self._capture_safe:  # it frees memory; a gateway may go while vLLM captures graphs
+            self._exchange.abort()
         for flight in self._in_flight:
             flight.problem = flight.problem or self._broken
 
