@@ -106,8 +106,8 @@ def test_slices_outside_the_ring_fail_all_ranks():
     copies[0].slice_addrs[:] += members.ring.size
     tickets = members.restore(shape, copies)
     members.step()
-    for ticket in tickets:
-        with pytest.raises(TransferError):
+    for ticket, match in zip(tickets, ("outside the registered ring", "rank 0"), strict=True):
+        with pytest.raises(TransferError, match=match):
             ticket.done()
 
 
@@ -320,6 +320,7 @@ def test_device_is_used_only_where_that_ends_no_capture(monkeypatch):
             used.append((kind, name))
             device = self.device if kind is LocalExchange else getattr(self, "_device", self)
             assert device.is_exempt(), name
+            assert device.is_bound(), name
             return call(self, *how, **more)
 
         monkeypatch.setattr(kind, name, use)

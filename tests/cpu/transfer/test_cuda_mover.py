@@ -1,5 +1,7 @@
 """The device mover over a device that runs its streams in any order (see fake_cuda)."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -351,6 +353,49 @@ def test_failed_transfer_on_a_device_that_hangs_ends_the_mover(monkeypatch):
         ticket.done()
     assert device.is_idle()
     bench.mover.close()
+
+
+@pytest.mark.parametrize("way", [*Way, *MIXED])
+def test_device_is_the_thread_s_own_and_no_capture_is_ended(way, monkeypatch):
+    """A thread that has bound no device would use another; a call outside ends vLLM's capture."""
+    used, errors = set(), []
+    names = ["_copy", "launch", "streamWaitEvent", "record"]
+
+    def watch(kind, name):
+        call = getattr(kind, name)
+
+        def use(self, *how, **more):
+            device = getattr(self, "_device", self)
+            used.add(name)
+            assert device.is_exempt(), name
+            assert device.is_bound(), name
+            return call(self, *how, **more)
+
+        monkeypatch.setattr(kind, name, use)
+
+    for name in names:
+        watch(FakeDevice, name)
+    watch(FakeEvent, "query")
+    bench = Bench(FakeDevice(), way, pinned_pages=0)
+
+    def transfer():
+        try:
+            for number, start in enumerate((bench.mover.restore, bench.mover.save)):
+                slots = range(20 * number, 20 * (number + 1))
+                pages = range(60 * number, 60 * (number + 1))
+                ticket = start(bench.copy_of(slots, pages), None)
+                while not ticket.done():
+                    pass
+        except Exception as error:  # noqa: BLE001 - raised by the thread that started this one
+            errors.append(error)
+
+    thread = threading.Thread(target=transfer)
+    thread.start()
+    thread.join(60)
+    assert not errors, errors
+    assert not thread.is_alive()
+    unused = {"launch", "streamWaitEvent"} if way is Way.BATCH else set()
+    assert used == {*names, "query"} - unused
 
 
 def test_ring_is_registered_and_given_back_where_that_ends_no_capture(monkeypatch):
