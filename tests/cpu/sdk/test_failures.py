@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -247,6 +248,19 @@ def test_ring_of_another_shm_turns_off(monkeypatch, lines):
             assert "another /dev/shm" in team.ranks[0].off_reason
             wait_until(lambda: team.lookup.off, 5, "off, whichever side came first")
             assert off_lines(lines) == (1, 1)
+
+
+def test_ring_cut_for_smaller_objects_turns_off():
+    """Its slots would lie over each other."""
+    with Serving(**SLOTS) as serving:
+        team = Team(serving.address, pools(1))
+        rank = team.ranks[0]
+        declared = rank.caches[0]
+        rank.caches[0] = replace(declared, page_bytes=1 << 20)  # the gateway knows of less
+        with team.start(settle=False):
+            assert not rank.wait_settled()
+            assert "set the gateway's io_size to 0" in rank.off_reason
+            assert team.movers[0].ring is None
 
 
 def test_ring_that_can_not_be_registered_turns_off():
