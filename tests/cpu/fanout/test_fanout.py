@@ -10,6 +10,7 @@ from tests.support.fake_cuda import FakeDevice, FakeEvent, ReusedEvent
 torch = pytest.importorskip("torch")
 from adp_kv.errors import TransferError  # noqa: E402
 from adp_kv.fanout.exchange import ExchangeError  # noqa: E402
+from adp_kv.fanout.plan import Shape  # noqa: E402
 from tests.support.fanouts import NUM_SLOTS, SMALL, Members, shape_of  # noqa: E402
 
 
@@ -98,6 +99,41 @@ def test_copy_that_can_not_be_queued_fails_all_ranks():
     for ticket, match in zip(tickets, ("rank 1 could not", "invalid argument"), strict=True):
         with pytest.raises(TransferError, match=match):
             ticket.done()
+
+
+def fail(*_how, **_more):
+    raise RuntimeError("cudaErrorIllegalAddress")
+
+
+def test_scatter_that_can_not_be_queued_fails_its_rank(monkeypatch):
+    members = Members(2)
+    slots, pages, shape, copies = simple(members)
+    monkeypatch.setattr(members.devices[1], "launch_prepared", fail)
+    tickets = members.restore(shape, copies)
+    finish(tickets[:1], members)
+    assert np.array_equal(members.pages(0, pages, shape), members.expected(slots, shape))
+    with pytest.raises(TransferError, match="IllegalAddress"):
+        tickets[1].proven()
+    with pytest.raises(TransferError, match="IllegalAddress"):
+        finish(tickets[1:], members)
+
+
+def test_device_that_fails_brings_nothing(monkeypatch):
+    members = Members(2)
+    _, _, shape, copies = simple(members)
+    tickets = members.restore(shape, copies)
+    members.step()
+    monkeypatch.setattr(ReusedEvent, "query", fail)
+    for ticket in tickets:
+        with pytest.raises(TransferError, match="the device failed"):
+            ticket.done()
+
+
+def test_what_is_exchanged_follows_from_sizes():
+    fanout = Members(2).fanouts[0]  # buffers of 32 KiB
+    assert fanout.takes(Shape(300, 1, 16_000))
+    assert not fanout.takes(Shape(300, 1, 17_000)), "a page of each rank does not fit a buffer"
+    assert not fanout.takes(Shape(260, 1, 16_000)), "less than 4 MiB"
 
 
 def test_slices_outside_the_ring_fail_all_ranks():

@@ -256,6 +256,18 @@ def test_failed_transfer_is_drained_and_next_works():
     assert (bench.pages(range(6)) == 3).all()
 
 
+def test_device_that_fails_is_a_failed_transfer(monkeypatch):
+    def fail(_event):
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+    bench = Bench(FakeDevice(), None)
+    ticket = bench.mover.restore(bench.copy_of([0], [0, 1, 2]), None)
+    monkeypatch.setattr(FakeEvent, "query", fail)
+    with pytest.raises(TransferError, match=r"device failed.*IllegalAddress"):
+        ticket.done()
+    bench.mover.close()
+
+
 def test_slices_outside_ring_raise_and_queue_nothing():
     device = FakeDevice()
     bench = Bench(device, None)
