@@ -137,7 +137,8 @@ class Fanout:
             A ticket, of a transfer that has failed too: it ends when no page is touched any more.
 
         Raises:
-            ExchangeError: This rank's group can't be used any more, and nothing was queued.
+            ExchangeError: This rank's group can't be used any more, and nothing was queued that
+                touches a page.
         """
         source, problem = None, None
         if copy is not None:
