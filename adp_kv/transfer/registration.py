@@ -107,13 +107,13 @@ class RingRegistration:
         num_bytes: int,
         capture_safe: Callable[[], AbstractContextManager[object]],
     ) -> RuntimeError | None:
-        with capture_safe():
-            try:
-                self._runtime.setDevice(self._device_idx)
+        try:
+            self._runtime.setDevice(self._device_idx)
+            with capture_safe():
                 self._runtime.hostRegister(address, num_bytes, _PORTABLE_MAPPED)
-            except RuntimeError as error:
-                clear_last_error(self._runtime)
-                return error
+        except RuntimeError as error:
+            clear_last_error(self._runtime)
+            return error
         return None
 
     def _unregister(self, pieces: list[int]) -> None:
