@@ -137,7 +137,8 @@ class Fanout:
             A ticket, of a transfer that has failed too: it ends when no page is touched any more.
 
         Raises:
-            ExchangeError: This rank's group can't be used any more, and nothing was queued.
+            ExchangeError: This rank's group can't be used any more, and nothing was queued that
+                touches a page.
         """
         source, problem = None, None
         if copy is not None:
@@ -176,11 +177,22 @@ class Fanout:
                 flight.event, error = self._pipe.queue(number, piece, label, source, after)
         except (ExchangeError, RuntimeError) as caught:
             self._abort(f"an exchange could not be queued: {caught}")
+            self._keep_rest(flight)
             raise ExchangeError(self._broken) from caught
         if error is not None:
             flight.problem = f"this rank's share failed: {error}"
         self._in_flight.append(flight)
         return flight
+
+    def _keep_rest(self, flight: _Flight) -> None:
+        """Count what was queued of a piece as in flight: its copies still read the ring."""
+        flight.problem = self._broken
+        try:
+            with self._capture_safe:
+                flight.event = self._pipe.end()
+        except RuntimeError:
+            return  # nothing runs on a device that takes nothing
+        self._in_flight.append(flight)
 
     def _bind(self) -> None:
         """Make the device the calling thread's, once: all is queued by one thread."""
@@ -253,7 +265,8 @@ class Fanout:
         if self._broken is not None:
             return
         self._broken = f"NVLink fan-out: {reason}"
-        self._exchange.abort()
+        with self._capture_safe:  # it frees memory; a gateway may go while vLLM captures graphs
+            self._exchange.abort()
         for flight in self._in_flight:
             flight.problem = flight.problem or self._broken
 

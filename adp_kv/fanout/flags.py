@@ -67,9 +67,13 @@ class Flags:
 
 @contextmanager
 def shared_memory(num_bytes: int) -> Iterator[str]:
-    """Make memory without a name; yield where other processes may open it in the meantime."""
+    """Make memory without a name; yield where other processes may open it in the meantime.
+
+    Raises:
+        OSError: There is no room for it.
+    """
     with tempfile.TemporaryFile(dir=_SHM) as file:
-        file.truncate(num_bytes)
+        os.posix_fallocate(file.fileno(), 0, num_bytes)  # else a full tmpfs is a SIGBUS in say()
         yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 

@@ -135,6 +135,12 @@ class FanoutPipe:
         end.record(self._exchange_stream)
         return end, error
 
+    def end(self) -> torch.cuda.Event:
+        """Return an event that happens when everything that was queued has ended."""
+        copied = self._device.record(self._copy_stream)
+        self._wait(self._handles[1], copied.cuda_event)
+        return self._device.record(self._exchange_stream)
+
     def _queue_share(self, lane: _Lane, piece: Piece, source: Source | None) -> str | None:
         """Queue the copies of this rank's share into its region; return what is wrong."""
         if source is None:

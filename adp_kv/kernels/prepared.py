@@ -95,12 +95,12 @@ def prepare(scratch: torch.Tensor, stream: torch.cuda.Stream, align: int) -> Pre
     )
     try:
         copy = PreparedCopy(kernel, align, shape)
-        scratch[64:128] = torch.arange(64, device=scratch.device, dtype=torch.uint8)
+        scratch[64:128] = torch.arange(1, 65, device=scratch.device, dtype=torch.uint8)
         scratch[128:192] = 0
         copy.launch(stream.cuda_stream, base, base + 16, 1, align, 1)
         came = scratch[128:192].cpu()
     except (AttributeError, TypeError, ValueError):
         return None
-    expected = torch.arange(64, dtype=torch.uint8)
+    expected = torch.arange(1, 65, dtype=torch.uint8)  # no zero, which is what lies there before
     expected[align:] = 0
     return copy if torch.equal(came, expected) else None

@@ -166,7 +166,8 @@ class ChannelLoop(ABC):
         self.call(lambda: None)
         if self._thread.ident is not None:
             self._thread.join(JOIN_TIMEOUT_S)
-        os.close(self._wake_fd)
+        if not self._thread.is_alive():  # one that is still waits there
+            os.close(self._wake_fd)
 
     @abstractmethod
     def on_welcome(self, welcome: Welcome) -> None:

@@ -13,8 +13,9 @@ Slices, pages and staging of unfinished tickets must stay valid. Nothing here bl
 the calling thread, except close() and a failed start, which wait for what is in flight,
 up to a deadline.
 
-Failure scope: TransferError from restore() or save() concerns that transfer; a
-device that is gone makes every later call raise.
+Failure scope: TransferError from restore() or save() concerns that transfer, and nothing of it runs
+any more; where it can't be ended a ticket is returned that fails when it has. A device that is gone
+makes every later call raise.
 """
 
 from __future__ import annotations
@@ -109,4 +110,9 @@ class Mover(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for transfers in flight and unregister the ring; safe to call twice."""
+        """Wait for transfers in flight and unregister the ring; safe to call twice.
+
+        Raises:
+            TransferError: They did not end in time. The ring is still registered, and the device
+                may still use it, the staging and the tables: ring and mover are to be kept.
+        """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -59,6 +60,36 @@ class CudaTicket(Ticket):
             self._device.current_stream().wait_event(self._event)
 
 
+class HangingTicket(Ticket):
+    """A transfer that failed, of which the device still has something to run.
+
+    Its pages and slices are in use until the events behind all that was queued have happened.
+    """
+
+    def __init__(self, device: TorchDevice, ends: Sequence[torch.cuda.Event], problem: str) -> None:
+        self._device = device
+        self._ends = ends
+        self._problem = problem
+
+    @override
+    def done(self) -> bool:
+        try:
+            with self._device.capture_safe():
+                if not all(end.query() for end in self._ends):
+                    return False
+        except RuntimeError as error:
+            raise TransferError(self._problem) from error
+        raise TransferError(self._problem)
+
+    @override
+    def fence(self) -> None:
+        return  # nothing to wait for: proven() says so
+
+    @override
+    def proven(self) -> bool:
+        raise TransferError(self._problem)
+
+
 class CudaMover(Mover):
     """Moves slices between the ring and one device's pages."""
 
@@ -94,7 +125,7 @@ class CudaMover(Mover):
         self._check_open()
         with self._device.capture_safe():
             self._device.bind()
-            self._ring.register(address, num_bytes)
+            self._ring.register(address, num_bytes, self._device.capture_safe)
 
     def release_ring(self) -> None:
         """Wait for transfers in flight and unregister the ring; another may follow.
@@ -104,7 +135,8 @@ class CudaMover(Mover):
         """
         if not self._drain():
             raise TransferError(f"transfers did not end within {_DRAIN_S:g} s")
-        self._ring.unregister()
+        with self._device.capture_safe():
+            self._ring.unregister()
 
     @override
     def mark(self) -> Mark:
@@ -120,13 +152,8 @@ class CudaMover(Mover):
 
     @override
     def close(self) -> None:
-        if self._is_closed:
-            return
         self._is_closed = True
-        try:
-            self.release_ring()
-        except TransferError as error:  # what the device may still use stays as it is
-            logger.error("the ring stays registered: %s", error)  # noqa: TRY400
+        self.release_ring()
 
     def _start(
         self, pipe: Pipe, thresholds: Thresholds, copy: SliceCopy, after: Mark | None
@@ -149,10 +176,13 @@ class CudaMover(Mover):
         except (TransferError, RuntimeError) as error:
             # What was queued still reads and writes the caller's memory: the one wait
             # outside close(), since the caller will use that memory again.
-            self._is_closed = not self._drain()
-            raise TransferError(
-                f"a transfer of {copy.total_bytes} bytes failed: {error}"
-            ) from error
+            problem = f"a transfer of {copy.total_bytes} bytes failed: {error}"
+            if self._drain():
+                raise TransferError(problem) from error
+            self._is_closed = True
+            with self._capture_safe:
+                ends = [*self._restores.ends(), *self._saves.ends()]
+            return HangingTicket(self._device, ends, problem)
 
     def _check_open(self) -> None:
         if self._is_closed:

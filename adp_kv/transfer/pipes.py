@@ -244,14 +244,18 @@ class Pipe:
         stream = self._copy_stream.handle
         self._engine.copy(piece.extents, device_base, to_device=self._to_device, stream=stream)
 
+    def ends(self) -> list[torch.cuda.Event]:
+        """Return events that have happened when everything that was queued has ended."""
+        streams = (self._table_stream, self._copy_stream, self._kernel_stream)
+        return [self._device.record(each.cuda) for each in (*streams, *self._direct_streams)]
+
     def drain(self, deadline: float) -> bool:
         """Wait until everything that was queued has ended; return False at the deadline.
 
         Args:
             deadline: of time.monotonic(); a device that hangs would never let go.
         """
-        streams = (self._table_stream, self._copy_stream, self._kernel_stream)
-        ends = [self._device.record(each.cuda) for each in (*streams, *self._direct_streams)]
+        ends = self.ends()
         while not all(end.query() for end in ends):
             if time.monotonic() > deadline:
                 return False

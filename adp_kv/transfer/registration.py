@@ -8,7 +8,10 @@ Owning thread: the mover's; helpers live for the call. Failure scope: the mover.
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,8 +59,18 @@ class RingRegistration:
         """Return whether [first, end) is registered."""
         return self._address <= first and end <= self._address + self._num_bytes
 
-    def register(self, address: int, num_bytes: int) -> None:
+    def register(
+        self,
+        address: int,
+        num_bytes: int,
+        capture_safe: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         """Register [address, address + num_bytes).
+
+        Args:
+            address: where the ring is mapped.
+            num_bytes: of the ring.
+            capture_safe: in which each helper calls CUDA: it exempts a thread, not the caller's.
 
         Raises:
             TransferError: A piece can't be registered, or a ring already is; nothing
@@ -72,7 +85,7 @@ class RingRegistration:
         pieces = [address, *range(first_border, end, self._piece_bytes)]
         sizes = np.diff([*pieces, end]).tolist()
         with ThreadPoolExecutor(self._num_threads, "adp-register") as pool:
-            errors = list(pool.map(self._try_register, pieces, sizes))
+            errors = list(pool.map(self._try_register, pieces, sizes, repeat(capture_safe)))
         done = [piece for piece, error in zip(pieces, errors, strict=True) if error is None]
         failed = next((error for error in errors if error is not None), None)
         if failed is not None:
@@ -88,10 +101,16 @@ class RingRegistration:
         self._address = self._num_bytes = 0
         self._unregister(pieces)
 
-    def _try_register(self, address: int, num_bytes: int) -> RuntimeError | None:
+    def _try_register(
+        self,
+        address: int,
+        num_bytes: int,
+        capture_safe: Callable[[], AbstractContextManager[object]],
+    ) -> RuntimeError | None:
         try:
             self._runtime.setDevice(self._device_idx)
-            self._runtime.hostRegister(address, num_bytes, _PORTABLE_MAPPED)
+            with capture_safe():
+                self._runtime.hostRegister(address, num_bytes, _PORTABLE_MAPPED)
         except RuntimeError as error:
             clear_last_error(self._runtime)
             return error

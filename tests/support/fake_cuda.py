@@ -95,6 +95,7 @@ class FakeDevice:
         self._events = weakref.WeakValueDictionary()
         self._num_events = 0
         self._exempt = []
+        self._bound = set()
         self.main = self.stream(0)
         self.fail_copies = False
         self.fail_batches = False
@@ -129,7 +130,11 @@ class FakeDevice:
         return self.name
 
     def bind(self):
-        pass
+        self._bound.add(threading.get_ident())
+
+    def is_bound(self):
+        """Return whether it is the calling thread's device."""
+        return threading.get_ident() in self._bound
 
     def capture_safe(self):
         return Exemption(self._exempt)

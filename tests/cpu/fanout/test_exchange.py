@@ -94,6 +94,39 @@ def test_nccl_is_asked_for_every_region(rank, num_ranks):
     assert received == {peer: 10_000 + peer * 256 for peer in peers}
 
 
+class Failing(Calls):
+    """A library of which one function does not succeed."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.fails = name
+
+    def call(self, name, *args):
+        super().call(name, *args)
+        if name == self.fails:
+            raise ExchangeError(f"{name}: unhandled system error (2)")
+
+
+def test_nccl_group_that_can_not_be_queued_is_closed():
+    """A group left open would swallow what this thread calls next."""
+    library = Failing("ncclSend")
+    exchange = nccl.NcclExchange(library, ctypes.c_void_p(1), 0, 4)
+    with pytest.raises(ExchangeError, match="ncclSend"):
+        exchange.all_gather(10_000, 256, 7)
+    assert [name for name, *_ in library.names] == ["ncclGroupStart", "ncclSend", "ncclGroupEnd"]
+
+
+def test_nccl_communicator_is_aborted_once_and_then_left_alone(caplog):
+    library = Failing("ncclCommAbort")
+    exchange = nccl.NcclExchange(library, ctypes.c_void_p(1), 0, 2)
+    exchange.abort()
+    exchange.abort()
+    with pytest.raises(ExchangeError, match="aborted"):
+        exchange.all_gather(10_000, 256, 7)
+    assert library.names == [("ncclCommAbort", exchange._comm)]
+    assert "unhandled system error" in caplog.text
+
+
 def test_nccl_config_has_the_layout_of_2_18():
     offsets = [getattr(nccl._Config, name).offset for name, _ in nccl._Config._fields_]
     assert offsets == [0, 8, 12, 16, 20, 24, 28, 32, 40]

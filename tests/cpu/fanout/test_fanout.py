@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from tests.support.clock import FakeClock
+from tests.support.exchanges import LocalExchange
 from tests.support.fake_cuda import FakeDevice, FakeEvent, ReusedEvent
 
 torch = pytest.importorskip("torch")
 from adp_kv.errors import TransferError  # noqa: E402
 from adp_kv.fanout.exchange import ExchangeError  # noqa: E402
+from adp_kv.fanout.plan import Shape  # noqa: E402
 from tests.support.fanouts import NUM_SLOTS, SMALL, Members, shape_of  # noqa: E402
 
 
@@ -99,14 +101,49 @@ def test_copy_that_can_not_be_queued_fails_all_ranks():
             ticket.done()
 
 
+def fail(*_how, **_more):
+    raise RuntimeError("cudaErrorIllegalAddress")
+
+
+def test_scatter_that_can_not_be_queued_fails_its_rank(monkeypatch):
+    members = Members(2)
+    slots, pages, shape, copies = simple(members)
+    monkeypatch.setattr(members.devices[1], "launch_prepared", fail)
+    tickets = members.restore(shape, copies)
+    finish(tickets[:1], members)
+    assert np.array_equal(members.pages(0, pages, shape), members.expected(slots, shape))
+    with pytest.raises(TransferError, match="IllegalAddress"):
+        tickets[1].proven()
+    with pytest.raises(TransferError, match="IllegalAddress"):
+        finish(tickets[1:], members)
+
+
+def test_device_that_fails_brings_nothing(monkeypatch):
+    members = Members(2)
+    _, _, shape, copies = simple(members)
+    tickets = members.restore(shape, copies)
+    members.step()
+    monkeypatch.setattr(ReusedEvent, "query", fail)
+    for ticket in tickets:
+        with pytest.raises(TransferError, match="the device failed"):
+            ticket.done()
+
+
+def test_what_is_exchanged_follows_from_sizes():
+    fanout = Members(2).fanouts[0]  # buffers of 32 KiB
+    assert fanout.takes(Shape(300, 1, 16_000))
+    assert not fanout.takes(Shape(300, 1, 17_000)), "a page of each rank does not fit a buffer"
+    assert not fanout.takes(Shape(260, 1, 16_000)), "less than 4 MiB"
+
+
 def test_slices_outside_the_ring_fail_all_ranks():
     members = Members(2)
     _, _, shape, copies = simple(members)
     copies[0].slice_addrs[:] += members.ring.size
     tickets = members.restore(shape, copies)
     members.step()
-    for ticket in tickets:
-        with pytest.raises(TransferError):
+    for ticket, match in zip(tickets, ("outside the registered ring", "rank 0"), strict=True):
+        with pytest.raises(TransferError, match=match):
             ticket.done()
 
 
@@ -206,6 +243,22 @@ def test_rank_that_can_not_take_part_goes_off_at_once():
     assert members.exchanges[0].aborted
 
 
+def test_share_of_an_exchange_that_could_not_be_queued_holds_the_ring():
+    members = Members(2)
+    _, _, shape, copies = simple(members)
+    gate = FakeEvent(members.devices[0])
+    members.devices[0].main.wait_event(gate)
+    mark = members.devices[0].record(members.devices[0].main)
+    members.exchanges[0].fail_next = 1
+    with pytest.raises(ExchangeError):
+        members.fanouts[0].restore((1, 7), shape, copies[0], mark)
+    assert not members.fanouts[0].close(0.01), "its copies out of the ring have not ended"
+    gate.happened = True
+    assert members.fanouts[0].close(5.0)
+    assert members.devices[0].is_idle()
+    assert members.is_untouched(0, [], shape)
+
+
 def test_close_ends_what_waits_for_an_absent_rank():
     members = Members(2)
     _, _, shape, copies = simple(members)
@@ -292,6 +345,7 @@ def test_device_is_used_only_where_that_ends_no_capture(monkeypatch):
         (ReusedEvent, "record"),
         (FakeDevice, "streamWaitEvent"),
         (FakeDevice, "launch_prepared"),
+        (LocalExchange, "abort"),
     ]
     used = []
 
@@ -300,7 +354,9 @@ def test_device_is_used_only_where_that_ends_no_capture(monkeypatch):
 
         def use(self, *how, **more):
             used.append((kind, name))
-            assert getattr(self, "_device", self).is_exempt(), name
+            device = self.device if kind is LocalExchange else getattr(self, "_device", self)
+            assert device.is_exempt(), name
+            assert device.is_bound(), name
             return call(self, *how, **more)
 
         monkeypatch.setattr(kind, name, use)

@@ -1,6 +1,7 @@
 """What ranks say of their part in an exchange."""
 
 import multiprocessing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +49,13 @@ def test_what_is_unread_outlives_the_furthest_that_a_rank_can_be_ahead():
         for rank in ranks:
             rank.say(number, (number, 0), brings=True)
     assert all(ranks[1].problem(n, (n, 0)) is None for n in range(2 * AHEAD + 1))
+
+
+def test_memory_is_there_before_a_rank_writes_to_it():
+    """A ring may have filled /dev/shm by then: to find no page would end the engine."""
+    num_bytes = flags_bytes(48, 8)
+    with shared_memory(num_bytes) as path:
+        assert Path(path).stat().st_blocks * 512 >= num_bytes
 
 
 def _write(path, num_bytes):

@@ -96,10 +96,13 @@ def test_share_of_a_run_is_one_copy(slot_pages, slots):
     assert calls == 1
 
 
-@pytest.mark.parametrize("slots", [[0, 1, NUM_SLOTS], [NUM_SLOTS, 0, 5], [0, -1]])
+@pytest.mark.parametrize(
+    "slots",
+    [[0, 1, NUM_SLOTS], [NUM_SLOTS, 0, 5], [0, -1], [0, NUM_SLOTS - 0.5], [-0.5, 0.5], [0.5, -0.5]],
+)
 def test_slices_outside_the_ring_are_refused(slots):
     memory = np.zeros(NUM_SLOTS * PAGE, np.uint8)
-    slices = memory.ctypes.data + np.array(slots, dtype=np.int64) * PAGE
+    slices = memory.ctypes.data + (np.array(slots) * PAGE).astype(np.int64)
     copy = SliceCopy(slices, np.zeros((len(slots), 1), np.int64), PAGE)
     with pytest.raises(TransferError, match="outside"):
         find_source(copy, Ring(memory, []))

@@ -1,13 +1,16 @@
 """What goes wrong concerns one job, or turns the cache off; nothing hangs."""
 
 import logging
+import os
+import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from adp_kv.errors import RingError
-from adp_kv.sdk import rank_client
+from adp_kv.errors import RingError, TransferError
+from adp_kv.sdk import loop, rank_client
 from adp_kv.sdk.lookup import LookupClient
 from adp_kv.sdk.loop import OFF_MESSAGE
 from gateway.cards.base import Op
@@ -247,6 +250,19 @@ def test_ring_of_another_shm_turns_off(monkeypatch, lines):
             assert off_lines(lines) == (1, 1)
 
 
+def test_ring_cut_for_smaller_objects_turns_off():
+    """Its slots would lie over each other."""
+    with Serving(**SLOTS) as serving:
+        team = Team(serving.address, pools(1))
+        rank = team.ranks[0]
+        declared = rank.caches[0]
+        rank.caches[0] = replace(declared, page_bytes=1 << 20)  # the gateway knows of less
+        with team.start(settle=False):
+            assert not rank.wait_settled()
+            assert "set the gateway's io_size to 0" in rank.off_reason
+            assert team.movers[0].ring is None
+
+
 def test_ring_that_can_not_be_registered_turns_off():
     with Serving(**SLOTS) as serving:
         team = Team(serving.address, pools(1))
@@ -254,6 +270,66 @@ def test_ring_that_can_not_be_registered_turns_off():
         with team.start(settle=False):
             assert not team.ranks[0].wait_settled()
             assert "register" in team.ranks[0].off_reason
+
+
+def test_thread_that_outlives_close_keeps_its_descriptor(monkeypatch, lines):
+    monkeypatch.setattr(loop, "JOIN_TIMEOUT_S", 0.05)
+    gate, hangs = threading.Event(), threading.Event()
+    with Serving(**SLOTS) as serving, Team(serving.address, pools(1)).start() as team:
+        rank = team.ranks[0]
+        turn = rank.on_turn
+
+        def hang():
+            hangs.set()
+            gate.wait(20)
+            return turn()
+
+        rank.on_turn = hang
+        rank.call(lambda: None)
+        assert hangs.wait(10)
+        rank.close()
+        other = os.eventfd(0, os.EFD_NONBLOCK)  # would take the number of one that was closed
+        try:
+            rank.call(lambda: None)
+            with pytest.raises(BlockingIOError):
+                os.eventfd_read(other)
+            gate.set()
+            rank._thread.join(10)
+            assert not rank._thread.is_alive()
+            assert not any("unexpected" in text for text in lines.texts), lines.texts
+        finally:
+            gate.set()
+            os.close(other)
+
+
+class StuckFanout:
+    """A fan-out whose exchanges never end."""
+
+    def check(self):
+        return
+
+    def close(self, grace_s):
+        return False
+
+
+@pytest.mark.parametrize("stuck", ["mover", "fan-out"])
+def test_what_a_device_that_hangs_may_touch_stays(stuck, monkeypatch):
+    def hang():
+        raise TransferError("transfers did not end within 10 s")
+
+    kept = []
+    monkeypatch.setattr(rank_client, "_KEPT", kept)
+    with Serving(**SLOTS) as serving:
+        team = Team(serving.address, pools(1))
+        if stuck == "mover":
+            team.movers[0].close = hang
+        else:
+            team.ranks[0].fanout = StuckFanout()
+        with team.start():
+            mapping = team.ranks[0]._mapping
+        assert mapping.data.size, "the ring was unmapped under the device"
+        assert kept == [team.ranks[0]], "who drops the client frees what the device writes to"
+        mapping.close()
 
 
 PHASES = ["idle", "save-copies", "restore-copies", "waits-for-rank", "waits-for-slots", "joining"]

@@ -196,6 +196,7 @@ def test_object_that_is_missing_fails_alike_and_the_order_holds(stored):
     rows = blocks.reshape(-1)[good]
     for pool in group.pools:
         assert np.array_equal(pool.pages(0, rows), held[0][good])
+        assert (pool.pages(0, blocks[1]) == 0xA5).all(), "a slot that was not filled was copied"
 
 
 def again(group, chunks):

@@ -23,6 +23,8 @@ class Ticket:
             raise self.state
         return self.state
 
+    proven = done
+
 
 @pytest.fixture
 def job():
@@ -124,3 +126,27 @@ def test_copy_that_fails_after_the_job_was_given_up_fails_it(job):
     tickets[0].state = TransferError("an exchange was aborted")
     assert job.finished
     assert job.failed_chunks.all()
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [(False, "did not end in time"), (TransferError("rank 1 was late"), "rank 1 was late")],
+    ids=["never", "failed"],
+)
+def test_bytes_that_are_not_proven_fail_the_job_in_time(state, reason):
+    job = make_job(timeout_s=0.05)
+    tickets = [Ticket(state=True), Ticket(state)]
+    thread = threading.Thread(target=job.wait_proven, args=(tickets,), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert reason in job.reason
+    assert job.failed_chunks.all()
+
+
+def test_proof_is_waited_for(job):
+    ticket = Ticket()
+    threading.Timer(0.05, setattr, (ticket, "state", True)).start()
+    job.wait_proven([ticket])
+    assert ticket.state
+    assert not job.failed_chunks.any()

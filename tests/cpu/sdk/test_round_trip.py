@@ -50,6 +50,7 @@ def test_restored_pages_are_those_saved(kind, world_size, num_slots):
             assert all((memory[others] == 0xA5).all() for memory in pool.memory.values())
             assert all((memory[:, -64:] == 0xA5).all() for memory in pool.memory.values())
         serving.assert_idle()
+        assert not any(rank._transfers or rank._flights for rank in team.ranks)
 
 
 def test_saves_layer_by_layer_commit_with_the_last():

@@ -1,5 +1,7 @@
 """The device mover over a device that runs its streams in any order (see fake_cuda)."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -254,6 +256,18 @@ def test_failed_transfer_is_drained_and_next_works():
     assert (bench.pages(range(6)) == 3).all()
 
 
+def test_device_that_fails_is_a_failed_transfer(monkeypatch):
+    def fail(_event):
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+    bench = Bench(FakeDevice(), None)
+    ticket = bench.mover.restore(bench.copy_of([0], [0, 1, 2]), None)
+    monkeypatch.setattr(FakeEvent, "query", fail)
+    with pytest.raises(TransferError, match=r"device failed.*IllegalAddress"):
+        ticket.done()
+    bench.mover.close()
+
+
 def test_slices_outside_ring_raise_and_queue_nothing():
     device = FakeDevice()
     bench = Bench(device, None)
@@ -273,14 +287,19 @@ def test_device_that_hangs_holds_close_until_its_deadline_and_keeps_the_ring(
     monkeypatch.setattr(cuda_mover, "_DRAIN_S", 0.05)
     device = FakeDevice()
     bench = Bench(device, way)
-    device.main.wait_event(FakeEvent(device))
+    gate = FakeEvent(device)
+    device.main.wait_event(gate)
     marks = [None, None]
     marks[hangs] = bench.mover.mark()
     for number, mark in enumerate(marks):  # on each of two streams that take turns
         copy = bench.copy_of([number], range(3 * number, 3 * number + 3))
         getattr(bench.mover, verb)(copy, mark)
-    bench.mover.close()
+    with pytest.raises(TransferError, match="did not end"):
+        bench.mover.close()
     assert device.registered, "the device may still read the ring"
+    gate.happened = True
+    bench.mover.close()
+    assert not device.registered
 
 
 def test_groups_of_rows_apart_are_2d_copies_and_no_batch():
@@ -317,15 +336,98 @@ def test_another_ring_has_its_own_borders():
 def test_failed_transfer_on_a_device_that_hangs_ends_the_mover(monkeypatch):
     monkeypatch.setattr(cuda_mover, "_DRAIN_S", 0.05)
     device = FakeDevice()
-    bench = Bench(device, Way.BATCH)
-    device.main.wait_event(FakeEvent(device))
-    device.fail_copies = True
+    bench = Bench(device, Way.STAGED)
+    gate = FakeEvent(device)
+    device.main.wait_event(gate)
+    copies = []
+
+    def copy_one(*how, copy=device.memcpyAsync):
+        if copies:
+            raise RuntimeError("cudaErrorInvalidValue: invalid argument")
+        copies.append(how)
+        copy(*how)
+
+    monkeypatch.setattr(device, "memcpyAsync", copy_one)
     copy = bench.copy_of([0, 5], range(6))
+    ticket = bench.mover.restore(copy, bench.mover.mark())
+    assert copies, "nothing was queued: this proves nothing"
+    assert not ticket.done(), "its pages and slots are given away while it may still run"
     with pytest.raises(TransferError, match="invalid argument"):
-        bench.mover.restore(copy, bench.mover.mark())
-    device.fail_copies = False
+        ticket.proven()
+    ticket.fence()
     with pytest.raises(TransferError, match="closed"):
         bench.mover.restore(copy, None)
+    with pytest.raises(TransferError, match="did not end"):
+        bench.mover.close()
+    gate.happened = True
+    device.step(1000)
+    with pytest.raises(TransferError, match="invalid argument"):
+        ticket.done()
+    assert device.is_idle()
+    bench.mover.close()
+
+
+@pytest.mark.parametrize("way", [*Way, *MIXED])
+def test_device_is_the_thread_s_own_and_no_capture_is_ended(way, monkeypatch):
+    """A thread that has bound no device would use another; a call outside ends vLLM's capture."""
+    used, errors = set(), []
+    names = ["_copy", "launch", "streamWaitEvent", "record"]
+
+    def watch(kind, name):
+        call = getattr(kind, name)
+
+        def use(self, *how, **more):
+            device = getattr(self, "_device", self)
+            used.add(name)
+            assert device.is_exempt(), name
+            assert device.is_bound(), name
+            return call(self, *how, **more)
+
+        monkeypatch.setattr(kind, name, use)
+
+    for name in names:
+        watch(FakeDevice, name)
+    watch(FakeEvent, "query")
+    bench = Bench(FakeDevice(), way, pinned_pages=0)
+
+    def transfer():
+        try:
+            for number, start in enumerate((bench.mover.restore, bench.mover.save)):
+                slots = range(20 * number, 20 * (number + 1))
+                pages = range(60 * number, 60 * (number + 1))
+                ticket = start(bench.copy_of(slots, pages), None)
+                while not ticket.done():
+                    pass
+        except Exception as error:  # noqa: BLE001 - raised by the thread that started this one
+            errors.append(error)
+
+    thread = threading.Thread(target=transfer)
+    thread.start()
+    thread.join(60)
+    assert not errors, errors
+    assert not thread.is_alive()
+    unused = {"launch", "streamWaitEvent"} if way is Way.BATCH else set()
+    assert used == {*names, "query"} - unused
+
+
+def test_ring_is_registered_and_given_back_where_that_ends_no_capture(monkeypatch):
+    used = []
+
+    def watch(name):
+        call = getattr(FakeDevice, name)
+
+        def use(self, *how):
+            used.append((name, self.is_exempt()))
+            call(self, *how)
+
+        monkeypatch.setattr(FakeDevice, name, use)
+
+    watch("hostRegister")
+    watch("hostUnregister")
+    bench = Bench(FakeDevice(), None)  # several pieces: threads of their own register them
+    bench.mover.close()
+    assert {name for name, _ in used} == {"hostRegister", "hostUnregister"}
+    assert all(is_exempt for _, is_exempt in used), used
 
 
 def test_closed_mover_refuses():

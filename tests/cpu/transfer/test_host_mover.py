@@ -59,10 +59,12 @@ def test_transfer_moves_exactly_its_bytes(page_bytes, per_slice, slots, saving):
     mover.close()
 
 
-def test_slices_outside_the_ring_raise():
-    ring, _, _, copy = a_transfer(8, 2, [0, NUM_SLOTS - 1])
+@pytest.mark.parametrize(("before", "behind"), [(0, 1), (1, 0)])
+def test_slices_outside_the_ring_raise(before, behind):
+    _, _, _, copy = a_transfer(8, 2, [0, NUM_SLOTS - 1])
+    first, end = int(copy.slice_addrs.min()), int(copy.slice_addrs.max()) + copy.slice_bytes
     mover = HostMover()
-    mover.register_ring(ring.ctypes.data, ring.size - ring.shape[1])
+    mover.register_ring(first + before, end - behind - first - before)
     with pytest.raises(TransferError, match="outside"):
         mover.restore(copy, None)
 

@@ -175,8 +175,12 @@ def test_run_staged_is_one_copy_a_piece():
 def test_strided_run_is_2d_and_cut_at_border():
     slices = run(256 * KiB, 512) + 4096
     early = replace(RESTORE, strided=32 * KiB)
-    _, plan = the_way(a_copy(slices, 4, 8 * KiB), early, borders=[int(slices[100]) + 8192])
+    border = int(slices[100]) + 8192
+    _, plan = the_way(a_copy(slices, 4, 8 * KiB), early, borders=[border])
     (piece,) = plan.pieces()
+    assert piece.extents.host_addrs.tolist() == [slices[0], slices[100], border, slices[101]]
+    begins = [0, 100 * 32 * KiB, 100 * 32 * KiB + 8192, 101 * 32 * KiB]
+    assert piece.extents.offsets.tolist() == begins
     assert piece.extents.rows.tolist() == [100, 1, 1, 411]
     assert piece.extents.widths.tolist() == [32 * KiB, 8192, 24 * KiB, 32 * KiB]
 
