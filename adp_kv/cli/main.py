@@ -190,7 +190,13 @@ def _add_size(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--chunk-size", type=count(0), default=0, help="of the connector")
     sub.add_argument("--shared-memory-size", type=byte_count, default=6 * GiB, metavar="BYTES")
-    sub.add_argument("--fragment-size", type=byte_count, default=261120, metavar="BYTES")
+    sub.add_argument(
+        "--fragment-size",
+        type=byte_count,
+        default=256 * KiB,
+        metavar="BYTES",
+        help="longest value on the card; of the slab card by default",
+    )
     sub.add_argument("--slot-bytes", type=byte_count, default=0, metavar="BYTES", help="slab card")
     sub.add_argument("--users", type=count(1), default=100, help="conversations to keep")
     sub.add_argument("--tokens", type=count(1), default=16384, help="tokens of each")

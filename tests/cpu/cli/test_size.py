@@ -203,7 +203,10 @@ def test_size_is_what_ranks_declare_and_the_gateway_says(tmp_path, tp):
 def test_command_line_tells_json_and_text(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert main.main(["size", str(tmp_path), "--users", "2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["io_size"] == 1 << 20
+    told = json.loads(capsys.readouterr().out)
+    assert told["io_size"] == 1 << 20
+    assert told["fragments_per_object"] == 4  # by default of the slab card, whose slots they fill
+    assert told["stored_bytes_per_token"] == told["bytes_per_token"]
     assert main.main(["size", str(tmp_path), "--shared-memory-size", "10GiB"]) == 0
     out = capsys.readouterr().out
     assert "io size" in out
