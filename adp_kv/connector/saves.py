@@ -10,9 +10,10 @@ a later request stores the chunk.
 Pins: a block that a save reads is touched in vLLM's block pool from its selection until
 every rank has copied it, so neither the end of its request nor preemption can give it away.
 
-Small saves of large batches wait for company. A save costs every rank about a millisecond of the
-interpreter that vLLM's own thread needs, whatever its size, and a large batch that decodes
-completes a chunk every few steps. So few chunks wait, pinned, until there are more or a moment has
+Small saves of large batches wait for company. A save costs every rank about half a millisecond of
+the interpreter that vLLM's own thread needs, whatever its size, and a large batch that decodes
+completes a chunk every few steps; that is felt where the interpreter bounds a step, not where the
+device does (docs/design/restore-profile.md). So few chunks wait, pinned, until there are more or a moment has
 passed; never where few requests compute, or none; nor where vLLM wants blocks, nor over a failed
 restore, from whose pages they may have been computed. A state is overwritten by the next step and
 never waits, nor does anything else of its model.
