@@ -13,10 +13,10 @@ every rank has copied it, so neither the end of its request nor preemption can g
 Small saves of large batches wait for company. A save costs every rank about half a millisecond of
 the interpreter that vLLM's own thread needs, whatever its size, and a large batch that decodes
 completes a chunk every few steps; that is felt where the interpreter bounds a step, not where the
-device does (docs/design/restore-profile.md). So few chunks wait, pinned, until there are more or a moment has
-passed; never where few requests compute, or none; nor where vLLM wants blocks, nor over a failed
-restore, from whose pages they may have been computed. A state is overwritten by the next step and
-never waits, nor does anything else of its model.
+device does (docs/design/restore-profile.md). So few chunks wait, pinned, until there are more or a
+moment has passed; never where few requests compute, or none; nor where vLLM wants blocks, nor over
+a failed restore, from whose pages they may have been computed. A state is overwritten by the next
+step and never waits, nor does anything else of its model.
 """
 
 from __future__ import annotations
