@@ -63,8 +63,9 @@ def test_killed_worker_and_engine_with_a_living_gateway(want, tmp_path):
             engine.generate(PROMPTS, max_tokens=1)
             deployment.wait_committed(5)
             os.kill(engine.rpc("adp_pid")[1], signal.SIGKILL)
-            with pytest.raises(ChildError):
+            with pytest.raises(ChildError) as ended:
                 engine.generate([OTHER], max_tokens=300)
+            assert "no reply" not in str(ended.value), "the engine says so, nobody waits for it"
             engine.kill9()
         wait_until(lambda: deployment.counters().get("sessions_ended", 0) == 1, 30, "it noticed")
         assert not deployment.gateway.rings()
