@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from adp_kv import __version__
 from adp_kv.errors import ConfigError
 from adp_kv.units import GiB, MiB, format_bytes, parse_bytes
 from adp_kv.wire.curve import require_address, require_key
@@ -274,6 +275,7 @@ def _parser() -> argparse.ArgumentParser:
         "--card-option capacity_bytes=200GiB",
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     defaults = Settings()
     for name in Settings.__struct_fields__:
         if name == "card_options":

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
+from adp_kv import __version__
 from adp_kv.cli import bench, doctor, size
 from adp_kv.cli import inspect as inspection
 from adp_kv.cli.arguments import address, byte_count, count, seconds
@@ -141,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="adp-kv", description="Size, check, measure and look into an adp-kv deployment."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from adp_kv import __version__
 from adp_kv.cli import bench, main
 from adp_kv.errors import AdpError, ConfigError
 from gateway.bench import LANES, VALUES_A_BATCH, CardBench
@@ -78,3 +79,9 @@ def test_unknown_argument_is_refused(capsys):
     assert "unknown argument --card=slab" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main.main(["doctor", "--nonsense"])
+
+
+def test_version_is_told(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main.main(["--version"])
+    assert capsys.readouterr().out == f"adp-kv {__version__}\n"

@@ -5,6 +5,7 @@ import os
 import msgspec
 import pytest
 
+from adp_kv import __version__
 from adp_kv.errors import ConfigError
 from adp_kv.units import GiB
 from gateway.config import ENV_PREFIX, HELP, Settings, export, load, parse_size
@@ -132,6 +133,12 @@ def test_wrong_file_is_named(tmp_path):
         load([toml(tmp_path, "lease_s = [1]")], {})
     with pytest.raises(ConfigError, match="io_size"):
         load([toml(tmp_path, "io_size = 1.5")], {})
+
+
+def test_version_is_told(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        load(["--version"], {})
+    assert capsys.readouterr().out == f"adp-gateway {__version__}\n"
 
 
 def test_help_mentions_every_setting(capsys):
