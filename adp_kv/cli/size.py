@@ -5,15 +5,19 @@ shapes.model_shape() ─► sizes(): objects of a chunk ─► io_size ─► ri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from adp_kv.cli.shapes import CacheKind, ModelShape
 from adp_kv.errors import ConfigError
 from adp_kv.ring.header import divide
-from adp_kv.units import PAGE_BYTES, align_up, ceil_div
+from adp_kv.units import PAGE_BYTES, KiB, align_up, ceil_div
 
 DEFAULT_CHUNK_TOKENS = 256
 MAX_RING_BYTES = 64 << 30
+USUAL_SLOT_BYTES = 256 * KiB
+LEAST_PART_BYTES, MAX_SLOT_BYTES = 128 * KiB, 512 * KiB
+"""What is recommended cuts no object into smaller parts, and has no longer ones."""
 FILL_PERCENT = 90
 """How full a card gets before it evicts: evict_above, as it is by default."""
 
@@ -45,6 +49,7 @@ class Sizes:
     Attributes:
         stored_bytes_per_token, card_capacity_bytes: in whole slots; the latter such that the card
             evicts nothing of it.
+        recommended_slot_bytes: of a slab card that wastes least.
     """
 
     kind: str
@@ -63,6 +68,7 @@ class Sizes:
     stored_bytes_per_token: int
     prompt_bytes: int
     card_capacity_bytes: int
+    recommended_slot_bytes: int
     caches: tuple[CacheSizes, ...]
     note: str
 
@@ -139,6 +145,9 @@ def sizes(shape: ModelShape, load: Load) -> Sizes:
         card_capacity_bytes=align_up(
             ceil_div(load.users * stored * 100, FILL_PERCENT), load.slot_bytes
         ),
+        recommended_slot_bytes=thrifty_slot_bytes(
+            [(c.object_bytes, c.layers * max(1, c.objects_per_prompt)) for c in caches]
+        ),
         caches=caches,
         note="; ".join([*shape.notes, *_load_notes(shape, load, chunk, chunks)]),
     )
@@ -195,6 +204,27 @@ def _load_notes(shape: ModelShape, load: Load, chunk: int, chunks: int) -> list[
 def as_facts(found: Sizes) -> dict[str, object]:
     """Return sizes as names and numbers."""
     return asdict(found)
+
+
+def thrifty_slot_bytes(objects: Sequence[tuple[int, int]]) -> int:
+    """Return the slot of a slab card that wastes least; of equal ones the nearest to the usual.
+
+    Args:
+        objects: bytes of an object and how many there are of it.
+    """
+    parts = {
+        align_up(ceil_div(size, number), PAGE_BYTES)
+        for size, _ in objects
+        for number in range(1, max(1, size // LEAST_PART_BYTES) + 1)
+    }
+
+    def cost(slot: int) -> tuple[int, int]:
+        stored = sum(count * ceil_div(size, slot) * slot for size, count in objects)
+        return stored, abs(slot - USUAL_SLOT_BYTES)
+
+    least = min(LEAST_PART_BYTES, max(size for size, _ in objects))
+    fit = {part for part in parts if least <= part <= MAX_SLOT_BYTES}
+    return min(fit | {USUAL_SLOT_BYTES}, key=cost)
 
 
 def slot_bytes_for(fragment_size: int) -> int:

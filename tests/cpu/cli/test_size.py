@@ -7,7 +7,7 @@ import pytest
 from adp_kv.cli import main
 from adp_kv.cli.model_config import read_config
 from adp_kv.cli.shapes import CacheKind, model_shape
-from adp_kv.cli.size import FILL_PERCENT, Load, sizes
+from adp_kv.cli.size import FILL_PERCENT, Load, sizes, thrifty_slot_bytes
 from adp_kv.errors import ConfigError, RingError
 from adp_kv.units import GiB
 from gateway.cards.retention import RetentionSettings
@@ -86,6 +86,22 @@ def test_values_are_no_longer_than_a_slot():
     assert found.stored_bytes_per_token == 32 * 8 * 131072 // 256
     with pytest.raises(ConfigError, match="--slot-bytes 5000: no multiple of 4096"):
         sizes(model_shape(LLAMA_8B, "auto", 1), load(slot_bytes=5000))
+
+
+@pytest.mark.parametrize(
+    ("objects", "slot"),
+    [
+        ([(1 << 20, 10)], 262144),
+        ([(294912, 10)], 294912),  # MLA, 256 tokens: two usual slots would waste 0.44
+        ([(32768, 10)], 32768),
+        ([(655360, 10)], 327680),
+        ([(294912, 10), (33792, 10)], 147456),  # 36864 would waste less, in 8 parts
+        ([(3 << 20, 1), (1 << 20, 100)], 262144),
+    ],
+    ids=["llama", "mla", "small", "five quarters", "two kinds", "states"],
+)
+def test_recommended_slot_wastes_least(objects, slot):
+    assert thrifty_slot_bytes(objects) == slot
 
 
 def test_ranks_that_share_tokens_by_hand():
