@@ -343,6 +343,30 @@ def test_transfer_that_is_cut_off_ends_only_when_no_page_is_touched_any_more():
         members.fanouts[0].check()
 
 
+def test_transfer_whose_first_piece_ended_fails_with_its_second():
+    members = Members(2)
+    _, _, shape, copies = simple(members)
+    members.fanouts[1].restore((1, 7), shape, copies[1], None)
+    assert len(members.exchanges[1].calls) == 2
+    fanout, rooms = members.fanouts[0], []
+
+    def make_room():
+        rooms.append(1)
+        if len(rooms) == 2:  # the first piece has ended by now, proven
+            members.step()
+            fanout.poll()
+            assert not fanout.num_in_flight
+            members.exchanges[0].fail_next = 1
+
+    fanout._make_room = make_room
+    ticket = fanout.restore((1, 7), shape, copies[0], None)
+    members.step()
+    with pytest.raises(TransferError, match="can't queue"):
+        ticket.proven()
+    with pytest.raises(TransferError, match="can't queue"):
+        ticket.done()
+
+
 def test_fence_of_what_has_ended_waits_for_nothing_newer():
     """Events are used again: an old ticket must not wait for an exchange that is not complete."""
     members = Members(2)
