@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from adp_kv.errors import TransferError  # noqa: E402
 from adp_kv.fanout.exchange import ExchangeError  # noqa: E402
 from adp_kv.fanout.plan import Shape  # noqa: E402
-from tests.support.fanouts import NUM_SLOTS, SMALL, Members, shape_of  # noqa: E402
+from tests.support.fanouts import GUARD, NUM_SLOTS, SMALL, Members, shape_of  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +101,24 @@ def test_copy_that_can_not_be_queued_fails_all_ranks():
             ticket.done()
 
 
+@pytest.mark.parametrize("brings", [True, False])
+def test_what_a_rank_does_is_said_before_its_exchange_is_queued(brings, monkeypatch):
+    """Others read it as soon as their devices have ended the exchange."""
+    members = Members(2)
+    said, gather = [], LocalExchange.all_gather
+
+    def look(self, *how):
+        rows = members.fanouts[self.rank]._flags._rows
+        said.append(rows[len(said), self.rank].tolist())
+        gather(self, *how)
+
+    monkeypatch.setattr(LocalExchange, "all_gather", look)
+    _, _, shape, copies = simple(members)
+    members.fanouts[0].restore((5, 7), shape, copies[0] if brings else None, None)
+    assert said == [[number, 5, 7, brings] for number in range(len(said))]
+    assert len(said) > 1
+
+
 def fail(*_how, **_more):
     raise RuntimeError("cudaErrorIllegalAddress")
 
@@ -173,6 +191,8 @@ def test_exchange_out_of_order_fails_instead_of_bringing_wrong_bytes():
 def test_restore_waits_for_its_mark():
     members = Members(2)
     _, _, shape, copies = simple(members)
+    finish(members.restore(shape, copies), members)  # another mark, waited for before
+    members.pools[1][:] = GUARD
     gate = FakeEvent(members.devices[1])
     members.devices[1].main.wait_event(gate)
     tickets = members.restore(shape, copies)
@@ -321,6 +341,30 @@ def test_transfer_that_is_cut_off_ends_only_when_no_page_is_touched_any_more():
         ticket.done()
     with pytest.raises(ExchangeError, match="did not end"):
         members.fanouts[0].check()
+
+
+def test_transfer_whose_first_piece_ended_fails_with_its_second():
+    members = Members(2)
+    _, _, shape, copies = simple(members)
+    members.fanouts[1].restore((1, 7), shape, copies[1], None)
+    assert len(members.exchanges[1].calls) == 2
+    fanout, rooms = members.fanouts[0], []
+
+    def make_room():
+        rooms.append(1)
+        if len(rooms) == 2:  # the first piece has ended by now, proven
+            members.step()
+            fanout.poll()
+            assert not fanout.num_in_flight
+            members.exchanges[0].fail_next = 1
+
+    fanout._make_room = make_room
+    ticket = fanout.restore((1, 7), shape, copies[0], None)
+    members.step()
+    with pytest.raises(TransferError, match="can't queue"):
+        ticket.proven()
+    with pytest.raises(TransferError, match="can't queue"):
+        ticket.done()
 
 
 def test_fence_of_what_has_ended_waits_for_nothing_newer():

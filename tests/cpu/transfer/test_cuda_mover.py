@@ -302,6 +302,21 @@ def test_device_that_hangs_holds_close_until_its_deadline_and_keeps_the_ring(
     assert not device.registered
 
 
+@pytest.mark.parametrize("pipe", ["_restores", "_saves"])
+@pytest.mark.parametrize("stream", ["_table_stream", "_copy_stream", "_kernel_stream"])
+def test_close_waits_for_each_stream(pipe, stream, monkeypatch):
+    monkeypatch.setattr(cuda_mover, "_DRAIN_S", 0.05)
+    device = FakeDevice()
+    bench, gate = Bench(device, None), FakeEvent(device)
+    getattr(getattr(bench.mover, pipe), stream).cuda.wait_event(gate)
+    with pytest.raises(TransferError, match="did not end"):
+        bench.mover.close()
+    assert device.registered
+    gate.happened = True
+    bench.mover.close()
+    assert not device.registered
+
+
 def test_groups_of_rows_apart_are_2d_copies_and_no_batch():
     device = FakeDevice()
     bench = Bench(device, Way.STAGED, pages_per_slice=1, staging_bytes=4096)
