@@ -10,6 +10,7 @@ the engine starts and before anything was touched.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -104,8 +105,12 @@ def environment(name: str) -> str | None:
 
 def cache_folder() -> Path:
     """Return where results of measurements are kept: XDG_CACHE_HOME or ~/.cache, adp_kv in it."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "adp_kv"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "adp_kv"
+    try:
+        return Path.home() / ".cache" / "adp_kv"
+    except RuntimeError:  # a container's user that has no home, nor an entry in passwd
+        return Path(tempfile.gettempdir()) / f"adp_kv-{os.getuid()}"
 
 
 def device_connections() -> str | None:

@@ -1,8 +1,11 @@
 """kv_connector_extra_config: defaults, and which setting is at fault."""
 
+import os
+from pathlib import Path
+
 import pytest
 
-from adp_kv.config import HELP, ConnectorSettings, connector_settings, hash_seed
+from adp_kv.config import HELP, ConnectorSettings, cache_folder, connector_settings, hash_seed
 from adp_kv.errors import ConfigError
 
 
@@ -69,3 +72,14 @@ def test_hash_seed_is_the_environment_s(monkeypatch):
     assert hash_seed() == "7"
     monkeypatch.delenv("PYTHONHASHSEED")
     assert hash_seed() is None
+
+
+def test_measurements_are_kept_where_a_user_has_no_home(monkeypatch, tmp_path):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder().name == f"adp_kv-{os.getuid()}"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "adp_kv"
