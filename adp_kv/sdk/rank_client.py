@@ -50,7 +50,7 @@ from adp_kv.wire.messages import (
 
 log = logging.getLogger("adp_kv")
 
-POLL_S = 0.0005
+POLL_S = 0.001  # the least that ZeroMQ's poller waits
 IDLE_S = 1.0
 CLOSE_GRACE_S = 1.0
 _STEP_SHIFT = 24
