@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from adp_kv.units import GiB, KiB, MiB, ceil_div
+from adp_kv.units import GiB, KiB, MiB, align_up
 from benchmarks._results import Results
 from tests.support import tiny_models
 from tests.support.engine import Engine
@@ -149,7 +149,7 @@ def room(kind: str, shape: Shape) -> int:
     num_objects = shape.num_chunks * shape.num_layers * 5 // 4 + 64
     if kind == MEMORY:
         return num_objects * shape.object_bytes
-    return num_objects * ceil_div(shape.object_bytes, SLAB_SLOT) * SLAB_SLOT
+    return num_objects * align_up(shape.object_bytes, SLAB_SLOT)
 
 
 class Contender:

@@ -17,9 +17,9 @@ import ctypes
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from adp_kv.transfer.plan import RESTORE, SAVE, Way
 from adp_kv.units import KiB, MiB
 from benchmarks._copies import forced, shared_ring
 from benchmarks._results import Results, argument_parser
+from benchmarks.interference import Traffic
 
 CODE = ("adp_kv/kernels", "adp_kv/transfer")
 NUM_KERNELS = 450
@@ -36,7 +37,6 @@ ELEMENTS = 1 << 18
 RING_BYTES = 256 * MiB
 PAGE_BYTES, NUM_PAGES = 64 * KiB, 128
 WINDOW_S = 0.3
-INTERVAL_S = 0.02
 REST_S = 2.0
 CHILD_TIMEOUT_S = 90.0
 NOTHING = "nothing"
@@ -214,15 +214,12 @@ def enter_remote_domain(stream: int) -> None:
 def measure(name: str) -> dict[str, float]:
     """Return µs a kernel of a graph by when it was timed; in a process of its own."""
     graph = Graph()
-    work = None if name == NOTHING else Work(name)
+    bytes_each = NUM_PAGES * PAGE_BYTES
+    traffic = nullcontext() if name == NOTHING else Traffic(Work(name).start, bytes_each)
     graph.us_a_kernel()
     found = {"before": graph.us_a_kernel()}
-    stop = threading.Event()
-    beside = threading.Thread(target=_repeat, args=(work, stop))
-    beside.start()
-    found["beside"] = [graph.us_a_kernel() for _ in range(3)][-1]
-    stop.set()
-    beside.join()
+    with traffic:
+        found["beside"] = [graph.us_a_kernel() for _ in range(3)][-1]
     found["after"] = [graph.us_a_kernel() for _ in range(2)][-1]
     time.sleep(REST_S)
     found["rested"] = graph.us_a_kernel()
@@ -233,14 +230,6 @@ def measure(name: str) -> dict[str, float]:
     )
     found["another_process"] = graph.us_a_kernel()
     return found
-
-
-def _repeat(work: Work | None, stop: threading.Event) -> None:
-    """Do some work every INTERVAL_S, one at a time."""
-    while not stop.wait(INTERVAL_S):
-        done = work.start() if work is not None else lambda: True
-        while not done():
-            time.sleep(0.0005)
 
 
 def add_rows(results: Results, name: str, found: dict[str, float]) -> None:

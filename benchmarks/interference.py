@@ -65,7 +65,7 @@ class Bench(Protocol):
 
 
 class Traffic:
-    """Restores kept in flight by a thread.
+    """Transfers kept in flight by a thread.
 
     Args:
         start: queues one and returns whether it has ended, as a function.

@@ -29,7 +29,7 @@ from adp_kv.ring.slots import SlotAllocator
 from adp_kv.units import ceil_div
 from adp_kv.wire.keys import KeyArray, object_keys
 from gateway.cards.base import StatusArray
-from gateway.requests import FIRST_BATCH_BYTES, Context
+from gateway.requests import Context, Ramp
 
 MAX_WISHES = 64
 DEADLINE_S = 10.0
@@ -118,7 +118,7 @@ class ReadAhead:
         self._most_slots = min(by_bytes, slots.num_slots // 2)
         self._wishes: OrderedDict[int, Wish] = OrderedDict()
         self._shelves: list[Shelf] = []
-        self._next_bytes = FIRST_BATCH_BYTES
+        self._ramp = Ramp(context.batch_bytes)
         self._reading: Shelf | None = None
         self.num_withheld = 0
 
@@ -174,8 +174,8 @@ class ReadAhead:
         left = len(wish.chunks) - row
         held = self.num_slots + self.num_withheld
         if not self._shelves:
-            self._next_bytes = FIRST_BATCH_BYTES
-        batch_bytes = min(self._next_bytes, self._ctx.batch_bytes)
+            self._ramp.reset()
+        batch_bytes = self._ramp.batch_bytes
         most = min(max(1, batch_bytes // object_bytes), self._most_slots - held)
         if most < 1:
             return
@@ -183,7 +183,7 @@ class ReadAhead:
         slots = self._slots.try_allocate(count)
         if slots is None:
             return
-        self._next_bytes = 2 * batch_bytes
+        self._ramp.begun(batch_bytes)
         wish.position += count
         shelf = Shelf(number, cache, wish.chunks[row : row + count], slots, wish.deadline)
         self._shelves.append(shelf)

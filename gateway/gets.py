@@ -19,8 +19,8 @@ from typing_extensions import override
 from gateway.ahead import Match, ReadAhead
 from gateway.cards.base import Status, StatusArray
 from gateway.requests import (
-    FIRST_BATCH_BYTES,
     Context,
+    Ramp,
     Request,
     RequestTable,
     SlotBatch,
@@ -36,7 +36,7 @@ class GetTable(RequestTable):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._next_bytes = FIRST_BATCH_BYTES
+        self._ramp = Ramp(context.batch_bytes)
         self.ahead = ReadAhead(context, self._slots, self._all_started, self.pump)
 
     def pump(self) -> None:
@@ -74,14 +74,14 @@ class GetTable(RequestTable):
         )
         request.batches[batch.first] = batch
         request.num_started += len(batch.slots)
-        self._next_bytes = max(self._next_bytes, 2 * int(request.lengths[batch.span].sum()))
+        self._ramp.begun(int(request.lengths[batch.span].sum()))
         if status is not None:
             self._on_read(request, batch, status)
         return True
 
     def _read_some(self, request: Request) -> bool:
         """Start reading the request's next objects; False if there are no slots for them."""
-        batch_bytes = min(self._next_bytes, self._ctx.batch_bytes)
+        batch_bytes = self._ramp.batch_bytes
         count = self._next_count(request, batch_bytes)
         match = self._shelf_for(request)
         if match is not None:
@@ -91,7 +91,7 @@ class GetTable(RequestTable):
             if not self.ahead.give_way():
                 return False
             slots = self._slots.try_allocate(count)
-        self._next_bytes = 2 * batch_bytes
+        self._ramp.begun(batch_bytes)
         self._start(request, slots)
         return True
 
@@ -157,4 +157,4 @@ class GetTable(RequestTable):
 
     def _on_end(self, request: Request) -> None:
         if not self._requests:
-            self._next_bytes = FIRST_BATCH_BYTES
+            self._ramp.reset()

@@ -34,7 +34,6 @@ from gateway.objects import ObjectStore
 from gateway.session import Session
 
 FIRST_BATCH_BYTES = 16 * MiB
-"""After idle time the link has work soon; batches then double up to batch_bytes."""
 MAX_OBJECTS = 1 << 22
 """Objects of one request; 47,000 are a prompt of 196,000 tokens in 61 layers."""
 
@@ -132,6 +131,30 @@ class Context:
     batch_bytes: int
     read_ahead_bytes: int
     rank_deadline_s: float
+
+
+class Ramp:
+    """How large the next batch is: small after idle time, then each twice the one before.
+
+    The link has work soon, and yet a batch costs gateway and ranks some time whatever its size.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin small again."""
+        self._next = FIRST_BATCH_BYTES
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of the next batch, at most."""
+        return min(self._next, self._most)
+
+    def begun(self, num_bytes: int) -> None:
+        """Note a batch; a shorter one makes the next no smaller."""
+        self._next = max(self._next, 2 * num_bytes)
 
 
 class RequestTable(ABC):

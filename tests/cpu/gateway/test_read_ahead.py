@@ -5,7 +5,7 @@ import pytest
 
 from adp_kv.wire.keys import pack_keys
 from adp_kv.wire.messages import Ahead, Forget, Get, Granted, Release
-from gateway import ahead, gets
+from gateway import requests
 from gateway.ahead import DEADLINE_S
 from gateway.cards.base import Op, Status
 from gateway.cards.faulty import Fault, FaultyCard
@@ -137,8 +137,7 @@ def test_layers_come_in_the_order_of_gets_and_within_the_bound(make):
 
 
 def test_shelves_start_small_and_the_get_goes_on_with_large_batches(make, monkeypatch):
-    for module in (ahead, gets):
-        monkeypatch.setattr(module, "FIRST_BATCH_BYTES", 2 * SLOT)
+    monkeypatch.setattr(requests, "FIRST_BATCH_BYTES", 2 * SLOT)
     chunks = random_chunks(30, seed=6)
     rig = make(chunks=chunks, read_ahead_bytes=14 * SLOT, batch_bytes=8 * SLOT)
     for number in (1, 2):  # small again after idle time

@@ -7,7 +7,7 @@ import pytest
 
 from adp_kv.wire.keys import pack_keys
 from adp_kv.wire.messages import NO_SLOT, Failed, Get, Granted, Put, Release
-from gateway import gets
+from gateway import requests
 from tests.support.clock import FakeClock
 from tests.support.process import wait_until
 from tests.support.serving import (
@@ -84,7 +84,7 @@ def test_batches_have_equal_parts():
 
 
 def test_reads_start_small_and_grow_until_idle(monkeypatch):
-    monkeypatch.setattr(gets, "FIRST_BATCH_BYTES", 2 * 4096)
+    monkeypatch.setattr(requests, "FIRST_BATCH_BYTES", 2 * 4096)
     chunks = random_chunks(30)
     with Serving(shared_memory_size=256 * 4096, batch_bytes=8 * 4096) as serving:
         ranks = serving.join(replicated(2, 1))
@@ -95,7 +95,7 @@ def test_reads_start_small_and_grow_until_idle(monkeypatch):
 
 
 def test_next_layer_goes_on_with_large_batches(monkeypatch):
-    monkeypatch.setattr(gets, "FIRST_BATCH_BYTES", 2 * 4096)
+    monkeypatch.setattr(requests, "FIRST_BATCH_BYTES", 2 * 4096)
     chunks = random_chunks(8)
     with Serving(shared_memory_size=256 * 4096, batch_bytes=8 * 4096) as serving:
         ranks = serving.join(replicated(2, 1))
