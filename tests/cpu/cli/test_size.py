@@ -97,8 +97,9 @@ def test_values_are_no_longer_than_a_slot():
         ([(655360, 10)], 327680),
         ([(294912, 10), (33792, 10)], 147456),  # 36864 would waste less, in 8 parts
         ([(3 << 20, 1), (1 << 20, 100)], 262144),
+        ([(137 * 4096, 10)], 69 * 4096),  # one part would waste nothing, and is too long
     ],
-    ids=["llama", "mla", "small", "five quarters", "two kinds", "states"],
+    ids=["llama", "mla", "small", "five quarters", "two kinds", "states", "too long"],
 )
 def test_recommended_slot_wastes_least(objects, slot):
     assert thrifty_slot_bytes(objects) == slot

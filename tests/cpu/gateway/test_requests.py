@@ -83,6 +83,20 @@ def test_batches_have_equal_parts():
         assert put(ranks, 1, chunks, [0])[0].batches == [3, 2, 2]
 
 
+def test_short_batch_makes_the_next_no_smaller(monkeypatch):
+    monkeypatch.setattr(requests, "FIRST_BATCH_BYTES", 100)
+    ramp = requests.Ramp(1000)
+    sizes = []
+    for num_bytes in (100, 200, 5, 400):
+        ramp.begun(num_bytes)
+        sizes.append(ramp.batch_bytes)
+    assert sizes == [200, 400, 400, 800]
+    ramp.begun(800)
+    assert ramp.batch_bytes == 1000
+    ramp.reset()
+    assert ramp.batch_bytes == 100
+
+
 def test_reads_start_small_and_grow_until_idle(monkeypatch):
     monkeypatch.setattr(requests, "FIRST_BATCH_BYTES", 2 * 4096)
     chunks = random_chunks(30)
