@@ -10,6 +10,10 @@ is a range of pages in that order:
     DIRECT   ring ◄────────────── page kernel ─────────────────────► pages
     BATCH    ring ◄────────────── copy engine ─────────────────────► pages
 
+A kernel that runs beside the model's CUDA graphs makes what lies between their kernels longer, and
+it stays longer when it has ended (docs/design/restore-profile.md); copies of the copy engine leave
+nothing behind. So BATCH comes first wherever it is about as fast.
+
 No copy of the copy engine crosses a border between two registrations of the ring: CUDA
 refuses such a copy. The kernel may cross them. Failure scope: one transfer.
 """
@@ -65,9 +69,11 @@ class Thresholds:
         extent: mean bytes of a copy call from which single calls keep the link
             busy (1 MiB 0.86 a call each, 64 KiB 0.28).
         strided: smallest slice whose strided run moves by 2-D copies.
-        batch: smallest copy worth an entry of a batched call.
-        beside_strided, beside_batch: smallest slice of a strided run, smallest page, of
-            which the copy engine moves a part while a kernel moves the rest.
+        batch: smallest page worth an entry of a batched call.
+        few_pages: most pages that are entries of batched calls whatever their size: an entry
+            takes 0.9 µs, and 128 of them as long as one launch of a kernel with its copies.
+        beside_strided: smallest slice of a strided run of which the copy engine moves a part
+            while a kernel moves the rest.
         beside: that part, below 1.
         force: use this way wherever it is possible, whatever the sizes are.
     """
@@ -76,23 +82,24 @@ class Thresholds:
     extent: int
     strided: int
     batch: int
+    few_pages: int = 0
     beside_strided: int = NEVER
-    beside_batch: int = NEVER
     beside: float = 0.25
     force: Way | None = None
 
 
-RESTORE = Thresholds(staged=2 * MiB, extent=MiB, strided=64 * KiB, batch=40 * KiB)
+RESTORE = Thresholds(staged=2 * MiB, extent=MiB, strided=64 * KiB, batch=40 * KiB, few_pages=128)
 """Ring to device. 2-D copies 0.95 from 64 KiB on, 0.86 at 32 and 0.60 at 16 KiB, batches 0.97
-from 72 KiB on, 0.95 at 41 and 0.69 at 32 KiB, against 0.917 for any kernel at any size, which
-copies beside it do not raise."""
+from 72 KiB on, 0.95 at 41 and 0.61 to 0.69 at 32 KiB, against 0.917 for any kernel at any size,
+which copies beside it do not raise."""
 SAVE = Thresholds(
-    staged=2 * MiB, extent=MiB, strided=NEVER, batch=MiB,
-    beside_strided=8 * KiB, beside_batch=64 * KiB, beside=0.25,
+    staged=2 * MiB, extent=MiB, strided=NEVER, batch=64 * KiB, few_pages=256,
+    beside_strided=8 * KiB, beside=0.25,
 )  # fmt: skip
 """Device to ring. A kernel alone reaches 0.94 at any size, with a quarter of the bytes moved by
 copies beside it 0.95; behind a gather, 2-D copies alone reach 0.59 to 0.91 and contiguous
-ones 0.96; batches 0.96 at 1 MiB and 0.90 at 128 KiB."""
+ones 0.96; batches 0.65 at 32 KiB and, by the host, 0.90 to 0.97 at 64 KiB, 0.91 to 0.99 at 128.
+What a batch of decodes saves in a step is few pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +167,7 @@ class Plan:
         shape = _shape(copy, thresholds, self._slice_bytes, self._pitch)
         self._step, self._total_bytes = shape.step, shape.total_bytes
         self._way = _choose(copy.page_bytes, shape, limits, thresholds)
-        self._beside = _choose_beside(copy.page_bytes, shape, limits, thresholds)
+        self._has_help = _has_help(copy.page_bytes, shape, limits, thresholds)
         self._share = thresholds.beside
 
     def pieces(self) -> Iterator[Piece]:
@@ -182,13 +189,11 @@ class Plan:
             yield from repeat((self._way, most))
         if self._total_bytes > direct:  # the first table is short, so that bytes move soon
             yield Way.DIRECT, direct // 4
-        if self._beside is None:
-            yield from repeat((Way.DIRECT, direct))
-        else:
+        if self._has_help:
             beside = int(direct * self._share / (1 - self._share))
-            if self._beside is Way.STAGED:
-                beside = min(beside, self._limits.staging_bytes)
-            yield from cycle([(self._beside, beside), (Way.DIRECT, direct)])
+            beside = min(beside, self._limits.staging_bytes)
+            yield from cycle([(Way.STAGED, beside), (Way.DIRECT, direct)])
+        yield from repeat((Way.DIRECT, direct))
 
     def _whole_slices(self, first: int, most: int) -> int:
         """Return the pages of a piece: whole slices, or a part of one."""
@@ -347,22 +352,20 @@ def _choose(page_bytes: int, shape: _Shape, limits: Limits, thresholds: Threshol
     if thresholds.force is not None:
         possible = fits or thresholds.force is not Way.STAGED
         return thresholds.force if possible else Way.DIRECT
+    is_few = shape.total_bytes <= thresholds.few_pages * page_bytes
+    if limits.has_batch and (is_few or page_bytes >= thresholds.batch):
+        return Way.BATCH
     large = fits and shape.total_bytes >= thresholds.staged
     strided = shape.is_strided and shape.slice_bytes >= thresholds.strided
     if large and (shape.is_run or strided):
         return Way.STAGED
-    if limits.has_batch and page_bytes >= thresholds.batch:
-        return Way.BATCH
     worth = limits.has_batch and shape.mean_1d >= thresholds.batch
     return Way.STAGED if large and worth else Way.DIRECT
 
 
-def _choose_beside(
-    page_bytes: int, shape: _Shape, limits: Limits, thresholds: Thresholds
-) -> Way | None:
-    """Return how the copy engine helps a DIRECT transfer; None: it does not."""
+def _has_help(page_bytes: int, shape: _Shape, limits: Limits, thresholds: Thresholds) -> bool:
+    """Return whether the copy engine moves a part of a DIRECT transfer, through staging."""
     if thresholds.force is not None or shape.total_bytes <= limits.direct_bytes:
-        return None
-    if shape.is_strided and shape.slice_bytes >= thresholds.beside_strided:
-        return Way.STAGED if page_bytes <= limits.staging_bytes else None
-    return Way.BATCH if limits.has_batch and page_bytes >= thresholds.beside_batch else None
+        return False
+    is_worth = shape.is_strided and shape.slice_bytes >= thresholds.beside_strided
+    return is_worth and page_bytes <= limits.staging_bytes

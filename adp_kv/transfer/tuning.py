@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 """Of a cached result; another one is measured anew."""
 STAGED_FROM = 32 * MiB
 """Runs of this size are staged whatever was measured: no kernel moves as much over a link as the

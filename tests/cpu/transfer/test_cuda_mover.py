@@ -18,10 +18,8 @@ from adp_kv.transfer.settings import MoverSettings  # noqa: E402
 
 GUARD = 0xA5
 NUM_SLOTS = 192
-MIXED = {  # a kernel moves a part and the copy engine another
-    "beside staged": Thresholds(0, 1, NEVER, NEVER, beside_strided=0, beside=0.5),
-    "beside batch": Thresholds(0, NEVER, NEVER, NEVER, beside_batch=0, beside=0.5),
-}
+# A kernel moves a part and the copy engine another.
+MIXED = {"beside staged": Thresholds(0, 1, NEVER, NEVER, beside_strided=0, beside=0.5)}
 
 
 @pytest.fixture(autouse=True)

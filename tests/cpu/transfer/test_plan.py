@@ -155,12 +155,18 @@ def scattered(slot, num):
         (RESTORE, scattered(128 * KiB, 512), 128 * KiB, 8 * KiB, Way.STAGED),
         (RESTORE, scattered(128 * KiB, 512), 128 * KiB, 64 * KiB, Way.BATCH),
         (RESTORE, scattered(32 * KiB, 512), 32 * KiB, 8 * KiB, Way.DIRECT),
-        (SAVE, scattered(128 * KiB, 128), 128 * KiB, 64 * KiB, Way.DIRECT),
+        (RESTORE, run(128 * KiB, 512), 128 * KiB, 64 * KiB, Way.BATCH),
+        (SAVE, run(128 * KiB, 512), 128 * KiB, 64 * KiB, Way.BATCH),
+        (SAVE, scattered(64 * KiB, 512), 64 * KiB, 32 * KiB, Way.STAGED),
+        (SAVE, scattered(32 * KiB, 512), 32 * KiB, 32 * KiB, Way.DIRECT),
         (SAVE, scattered(2 * MiB, 32), MiB, MiB, Way.BATCH),
-        (RESTORE, run(8 * KiB, 64), 8 * KiB, 8 * KiB, Way.DIRECT),
+        (RESTORE, run(8 * KiB, 128), 8 * KiB, 8 * KiB, Way.BATCH),
+        (RESTORE, run(8 * KiB, 129), 8 * KiB, 8 * KiB, Way.DIRECT),
+        (SAVE, scattered(16 * KiB, 128), 16 * KiB, 8 * KiB, Way.BATCH),
+        (SAVE, scattered(16 * KiB, 129), 16 * KiB, 8 * KiB, Way.DIRECT),
     ],
 )
-def test_planner_chooses_the_fastest_way(thresholds, slices, slice_bytes, page_bytes, way):
+def test_planner_chooses_a_way_by_sizes(thresholds, slices, slice_bytes, page_bytes, way):
     copy = a_copy(slices, slice_bytes // page_bytes, page_bytes)
     assert the_way(copy, thresholds)[0] is way
 
@@ -192,20 +198,15 @@ def test_few_large_slices_apart_are_a_copy_each():
 
 
 @pytest.mark.parametrize(
-    ("slices", "page_bytes", "beside"),
-    [
-        (run(256 * KiB, 4096), 8 * KiB, Way.STAGED),
-        (scattered(128 * KiB, 1024), 64 * KiB, Way.BATCH),
-        (scattered(32 * KiB, 4096), 8 * KiB, None),
-    ],
+    ("slices", "is_helped"), [(run(256 * KiB, 4096), True), (scattered(32 * KiB, 4096), False)]
 )
-def test_long_saves_by_the_kernel_have_copies_beside_them(slices, page_bytes, beside):
-    plan = make_plan(a_copy(slices, 32 * KiB // page_bytes or 2, page_bytes), the_limits(), SAVE)
-    pieces = list(plan.pieces())
+def test_long_strided_saves_by_the_kernel_have_copies_beside_them(slices, is_helped):
+    pieces = list(make_plan(a_copy(slices, 4, 8 * KiB), the_limits(), SAVE).pieces())
     assert pieces[0].way is Way.DIRECT
-    assert {piece.way for piece in pieces} == {Way.DIRECT, beside or Way.DIRECT}
-    helped = sum(piece.num_pages for piece in pieces if piece.way is beside)
-    assert not helped or 0.15 < helped / sum(piece.num_pages for piece in pieces) < 0.35
+    assert {piece.way for piece in pieces[1:]} == {Way.DIRECT, *([Way.STAGED] * is_helped)}
+    helped = sum(piece.num_pages for piece in pieces if piece.way is Way.STAGED)
+    total = sum(piece.num_pages for piece in pieces)
+    assert 0.15 < helped / total < 0.35 if is_helped else helped == 0
 
 
 def test_staged_beside_direct_fits_its_buffer():
@@ -219,9 +220,18 @@ def test_staged_beside_direct_fits_its_buffer():
     ]  # fmt: skip
 
 
-def test_without_batch_scattered_is_direct():
-    copy = a_copy(scattered(128 * KiB, 512), 1, 128 * KiB)
+@pytest.mark.parametrize("num_slices", [1, 512])
+def test_without_batch_scattered_is_direct(num_slices):
+    copy = a_copy(scattered(128 * KiB, num_slices), 1, 128 * KiB)
     assert the_way(copy, RESTORE, has_batch=False)[0] is Way.DIRECT
+
+
+def test_few_pages_go_by_the_copy_engine_in_one_piece():
+    few = Thresholds(0, 0, NEVER, NEVER, few_pages=512)
+    copies = (a_copy(scattered(8 * KiB, num), 1, 8 * KiB) for num in (512, 513))
+    plans = [make_plan(copy, the_limits(), few) for copy in copies]
+    ways = [[piece.way for piece in plan.pieces()] for plan in plans]
+    assert ways == [[Way.BATCH], [Way.DIRECT]]
 
 
 def test_page_over_staging_is_never_staged():
