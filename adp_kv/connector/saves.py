@@ -10,6 +10,10 @@ a later request stores the chunk.
 Pins: a block that a save reads is touched in vLLM's block pool from its selection until
 every rank has copied it, so neither the end of its request nor preemption can give it away.
 
+A chunk is saved once: requests with the same prefix look it up while it is on its way, and the card
+does not have it yet. So what a lookup does not find counts only if it is not being saved, and was
+not a moment ago: from the ring to the card it takes a while more.
+
 Small saves of large batches wait for company. A save costs every rank about half a millisecond of
 the interpreter that vLLM's own thread needs, whatever its size, and a large batch that decodes
 completes a chunk every few steps; that is felt where the interpreter bounds a step, not where the
@@ -23,7 +27,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +46,9 @@ ENOUGH_CHUNKS = 8
 """So many picked chunks, over all parts, go out with the step that picks the last of them."""
 MAX_WAIT_S = 0.2
 """Fewer go out so long after the first was picked, some thirty steps of a batch that decodes."""
+COMMIT_S = 10.0
+"""What ranks have copied counts as stored so long, whatever a lookup says; a slow card needs some
+seconds for a ring that is full. A chunk that it could not write is stored by a later request."""
 
 
 @dataclass(slots=True)
@@ -75,6 +82,8 @@ class SaveSide:
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._picked = Selection()
         self._picked_keys: set[bytes] = set()
+        self._copying: set[bytes] = set()  # keys of pins
+        self._copied: OrderedDict[bytes, float] = OrderedDict()  # and until when that counts
         self._wait_ends = 0.0
         self._in_a_hurry = False
         # Parts of which every chunk is stored; of others what is at certain boundaries.
@@ -95,24 +104,30 @@ class SaveSide:
         return self._picked.num_blocks + sum(len(pin.blocks) for pin in self._pins.values())
 
     def note(self, key: bytes, *, stored: bool) -> None:
-        """Remember that a chunk is stored, or is not."""
+        """Remember what a lookup says of a chunk, that it is stored or is not."""
         if not stored:
-            self._known.pop(key, None)
+            if not self._is_on_its_way(key):
+                self._known.pop(key, None)
             return
         self._known[key] = None
         if len(self._known) > MAX_KNOWN_CHUNKS:
             self._known.popitem(last=False)
 
+    def _is_on_its_way(self, key: bytes) -> bool:
+        if key in self._picked_keys or key in self._copying:
+            return True
+        return self._copied.get(key, 0.0) > time.monotonic()
+
     def forget_all(self) -> None:
         """Forget which chunks are stored: another card may be behind the next gateway."""
         self._known.clear()
+        self._copied.clear()
 
     def consider_again(self, state: RequestState) -> None:
         """After a failed restore: what is computed anew may have to be stored anew."""
         state.next_chunk, state.due = [0] * len(self._engine.parts), 0
         for part in self._engine.parts:
-            for key in part_keys(state.keys, part.index):
-                self.note(key.tobytes(), stored=False)
+            self._forget(key.tobytes() for key in part_keys(state.keys, part.index))
 
     def pick(
         self, states: Mapping[str, RequestState], output: Any, computed: Mapping[str, int]
@@ -219,7 +234,6 @@ class SaveSide:
         """Add a chunk of a part to the step's save, unless it is stored or vLLM gave it up."""
         key = part_keys(state.keys[chunk : chunk + 1], part.index)[0]
         name = key.tobytes()
-        # What waits is not stored yet, as a lookup for another request may have said since.
         if name in self._known or name in self._picked_keys or NULL_BLOCK in blocks:
             return
         self.note(name, stored=True)
@@ -244,6 +258,7 @@ class SaveSide:
             return []
         save = self._take_picked()
         keys = [key.tobytes() for chunks in save for key in chunks.keys]
+        self._copying.update(keys)
         self._pins[step] = Pin(self._blocks_of(save), keys, self._engine.world_size)
         return save
 
@@ -267,18 +282,24 @@ class SaveSide:
         """After a failed restore: what waits may have been computed from pages that never came."""
         dropped = self._take_picked()
         for chunks in dropped:
-            self._forget([key.tobytes() for key in chunks.keys])
+            self._give_up([key.tobytes() for key in chunks.keys])
         self.pool.free_blocks(self._blocks_of(dropped))
 
-    def _forget(self, keys: list[bytes]) -> None:
+    def _give_up(self, keys: list[bytes]) -> None:
         self._stats.add("chunks_unsaved", len(keys))
+        self._forget(keys)
+
+    def _forget(self, keys: Iterable[bytes]) -> None:
+        """From now on these count as chunks of which nothing is known."""
         for key in keys:
-            self.note(key, stored=False)
+            self._known.pop(key, None)
+            self._copying.discard(key)
+            self._copied.pop(key, None)
 
     def given_up(self, step: int) -> None:
         """Some rank did not save a step's chunks."""
         if (pin := self._pins.get(step)) is not None:
-            self._forget(pin.keys)
+            self._give_up(pin.keys)
 
     def released(self, step: int, num_ranks: int) -> None:
         """So many ranks no longer need a step's blocks; with the last one they go back."""
@@ -289,3 +310,14 @@ class SaveSide:
         if pin.ranks_left <= 0:
             del self._pins[step]
             self.pool.free_blocks(pin.blocks)
+            self._note_copied(pin.keys)
+
+    def _note_copied(self, keys: list[bytes]) -> None:
+        """Every rank has copied a step's chunks, but for what was given up."""
+        now = time.monotonic()
+        while self._copied and next(iter(self._copied.values())) <= now:
+            self._copied.popitem(last=False)
+        for key in self._copying.intersection(keys):
+            self._copying.remove(key)
+            self._copied[key] = now + COMMIT_S
+            self._copied.move_to_end(key)

@@ -13,6 +13,7 @@ import pytest
 
 from adp_kv.config import ConnectorSettings
 from adp_kv.sdk.lookup import LookupTicket
+from tests.support.clock import FakeClock
 from tests.support.scheduler_rig import CHUNK, connector_of, decode_step, output_of, request_of
 
 pytestmark = pytest.mark.vllm
@@ -105,6 +106,42 @@ def test_chunk_whose_restore_failed_is_stored_again(side, module, how):
     side.on_output(SimpleNamespace(kv_connector_worker_meta=module.AdpWorkerMetadata(**report)))
     (save,) = side.build_meta(output_of([new], {"r": CHUNK})).save
     assert save.blocks.tolist() == [[3, 4]]
+
+
+def computes_first_chunk(side, name):
+    """Let a new request look its first chunk up in vain and compute it; return what is saved."""
+    request = request_of(CHUNK, 0)
+    request.request_id = name
+    side.on_new_request(request)
+    side._states[name].lookup = LookupTicket(1, 0.0, stored=np.array([False]))
+    side.matched(request, 0)
+    new = SimpleNamespace(req_id=name, num_computed_tokens=0, block_ids=([3, 4],))
+    return side.build_meta(output_of([new], {name: CHUNK}))
+
+
+def test_chunk_is_saved_once_though_lookups_do_not_find_it_yet(side, module, monkeypatch):
+    saves, clock = importlib.import_module(module.SaveSide.__module__), FakeClock()
+    monkeypatch.setattr(saves, "time", SimpleNamespace(monotonic=clock))
+    first = computes_first_chunk(side, "a")
+    assert len(first.save) == 1
+    clock.advance(100)
+    assert computes_first_chunk(side, "b").save == [], "the ranks still copy it"
+    side.saves.released(first.step, 1)
+    clock.advance(saves.COMMIT_S - 1)
+    assert computes_first_chunk(side, "c").save == [], "the gateway still writes it"
+    clock.advance(1.1)
+    second = computes_first_chunk(side, "d")
+    assert len(second.save) == 1, "it was not written"
+    side.saves.given_up(second.step)
+    side.saves.released(second.step, 1)
+    assert len(computes_first_chunk(side, "e").save) == 1, "a rank did not copy it"
+
+
+def test_chunk_that_was_saved_just_now_but_not_restored_is_saved_again(side):
+    first = computes_first_chunk(side, "a")
+    side.saves.released(first.step, 1)
+    side.saves.consider_again(side._states["a"])
+    assert len(computes_first_chunk(side, "b").save) == 1
 
 
 def restored(side, request):

@@ -105,8 +105,8 @@ def test_what_waits_when_a_restore_fails_is_not_saved_but_picked_anew(waiting, m
     assert save.blocks.tolist() == [[1, 2]]
 
 
-def test_what_waits_is_picked_once_whatever_a_lookup_says_meanwhile(waiting):
-    """A request with the same prefix asks: the card does not have it yet."""
+def test_what_waits_is_picked_once_whoever_computes_it_meanwhile(waiting):
+    """A request whose restore of it failed computes it as well: the first one's is saved."""
     state = waiting._states["r"]
     waiting.saves.consider_again(state)
     decode_step(waiting, CHUNK)
