@@ -70,6 +70,7 @@ class Thresholds:
             busy (1 MiB 0.86 a call each, 64 KiB 0.28).
         strided: smallest slice whose strided run moves by 2-D copies.
         batch: smallest page worth an entry of a batched call.
+        batch_slice: likewise smallest run of slices, to or from staging, if not below batch.
         few_pages: most pages that are entries of batched calls whatever their size: an entry
             takes 0.9 µs, and 128 of them as long as one launch of a kernel with its copies.
         beside_strided: smallest slice of a strided run of which the copy engine moves a part
@@ -82,6 +83,7 @@ class Thresholds:
     extent: int
     strided: int
     batch: int
+    batch_slice: int = 0
     few_pages: int = 0
     beside_strided: int = NEVER
     beside: float = 0.25
@@ -93,7 +95,7 @@ RESTORE = Thresholds(staged=2 * MiB, extent=MiB, strided=64 * KiB, batch=40 * Ki
 from 72 KiB on, 0.95 at 41 and 0.61 to 0.69 at 32 KiB, against 0.917 for any kernel at any size,
 which copies beside it do not raise."""
 SAVE = Thresholds(
-    staged=2 * MiB, extent=MiB, strided=NEVER, batch=64 * KiB, few_pages=256,
+    staged=2 * MiB, extent=MiB, strided=NEVER, batch=64 * KiB, batch_slice=MiB, few_pages=256,
     beside_strided=8 * KiB, beside=0.25,
 )  # fmt: skip
 """Device to ring. A kernel alone reaches 0.94 at any size, with a quarter of the bytes moved by
@@ -359,7 +361,8 @@ def _choose(page_bytes: int, shape: _Shape, limits: Limits, thresholds: Threshol
     strided = shape.is_strided and shape.slice_bytes >= thresholds.strided
     if large and (shape.is_run or strided):
         return Way.STAGED
-    worth = limits.has_batch and shape.mean_1d >= thresholds.batch
+    least = max(thresholds.batch, thresholds.batch_slice)
+    worth = limits.has_batch and shape.mean_1d >= least
     return Way.STAGED if large and worth else Way.DIRECT
 
 

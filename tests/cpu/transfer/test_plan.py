@@ -79,7 +79,7 @@ def test_plan_moves_every_byte_once(data):
     )
     small = st.integers(0, 3 * slice_bytes)
     thresholds = Thresholds(
-        *(data.draw(small) for _ in range(6)),
+        *(data.draw(small) for _ in range(7)),
         beside=data.draw(st.sampled_from([0, 0.25, 0.5])),
         force=data.draw(st.sampled_from([None, None, *Way])),
     )
@@ -157,7 +157,8 @@ def scattered(slot, num):
         (RESTORE, scattered(32 * KiB, 512), 32 * KiB, 8 * KiB, Way.DIRECT),
         (RESTORE, run(128 * KiB, 512), 128 * KiB, 64 * KiB, Way.BATCH),
         (SAVE, run(128 * KiB, 512), 128 * KiB, 64 * KiB, Way.BATCH),
-        (SAVE, scattered(64 * KiB, 512), 64 * KiB, 32 * KiB, Way.STAGED),
+        (SAVE, scattered(64 * KiB, 512), 64 * KiB, 32 * KiB, Way.DIRECT),
+        (SAVE, scattered(MiB, 33), MiB, 32 * KiB, Way.STAGED),
         (SAVE, scattered(32 * KiB, 512), 32 * KiB, 32 * KiB, Way.DIRECT),
         (SAVE, scattered(2 * MiB, 32), MiB, MiB, Way.BATCH),
         (RESTORE, run(8 * KiB, 128), 8 * KiB, 8 * KiB, Way.BATCH),

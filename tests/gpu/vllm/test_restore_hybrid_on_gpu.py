@@ -203,7 +203,7 @@ def test_lost_object_of_one_group(tmp_path):
     with Deployment(tmp_path, card, faulty=True, shared_memory_size="256MiB") as deployment:
         connector = deployment.connector("recompute", chunk_size=0)
         with Engine() as engine:
-            engine.start("granite_hybrid", connector, enforce_eager=True)
+            engine.start("falcon_h1", connector, enforce_eager=True)
             chunk = int(engine.config("cache_config.block_size"))
             engine.rpc("adp_note_saves")
             want = _one(engine, prompt(41, 2 * chunk + 1))
@@ -214,7 +214,7 @@ def test_lost_object_of_one_group(tmp_path):
         deployment.lose_object(saved[-1][2][-1], saved[-1][1][0])
         deployment.restart()
         with Engine() as engine:
-            engine.start("granite_hybrid", connector, enforce_eager=True)
+            engine.start("falcon_h1", connector, enforce_eager=True)
             if engine.rpc("adp_takes_failed_requests")[0]:
                 done = _one(engine, prompt(41, 2 * chunk + 1))
                 assert done.token_ids[0] == want.token_ids[0]
