@@ -290,11 +290,9 @@ class SaveSide:
         self._forget(keys)
 
     def _forget(self, keys: Iterable[bytes]) -> None:
-        """From now on these count as chunks of which nothing is known."""
+        """Whoever computes these next saves them."""
         for key in keys:
             self._known.pop(key, None)
-            self._copying.discard(key)
-            self._copied.pop(key, None)
 
     def given_up(self, step: int) -> None:
         """Some rank did not save a step's chunks."""
@@ -313,7 +311,7 @@ class SaveSide:
             self._note_copied(pin.keys)
 
     def _note_copied(self, keys: list[bytes]) -> None:
-        """Every rank has copied a step's chunks, but for what was given up."""
+        """No rank copies a step's chunks any more."""
         now = time.monotonic()
         while self._copied and next(iter(self._copied.values())) <= now:
             self._copied.popitem(last=False)

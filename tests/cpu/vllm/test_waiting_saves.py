@@ -116,6 +116,30 @@ def test_what_waits_is_picked_once_whoever_computes_it_meanwhile(waiting):
     assert save.blocks.tolist() == [[1, 2]]
 
 
+def test_what_waits_and_is_looked_up_in_vain_is_not_saved_again_while_it_is_copied(waiting):
+    (key,) = {key.tobytes() for key in waiting._states["r"].keys[:1]}
+    waiting.saves.note(key, stored=False)
+    assert len(waiting.build_meta(output_of()).save) == 1
+    waiting._states["r"].next_chunk = [0]
+    waiting._states["r"].due = 0
+    decode_step(waiting, CHUNK)
+    assert waiting.build_meta(output_of()).save == []
+
+
+def test_what_was_copied_is_forgotten_in_time_and_with_the_gateway(waiting, clock, module):
+    saves = importlib.import_module(module.SaveSide.__module__)
+    first = waiting.build_meta(output_of())
+    waiting.saves.released(first.step, 1)
+    second = decode_step(waiting, 2 * CHUNK - 1)
+    assert second.save == []
+    clock.advance(saves.COMMIT_S)
+    second = waiting.build_meta(output_of())
+    waiting.saves.released(second.step, 1)
+    assert len(waiting.saves._copied) == 1, "the first is not kept for ever"
+    waiting.saves.forget_all()
+    assert not waiting.saves._copied, "the next gateway does not have it"
+
+
 @pytest.mark.parametrize("num_computed", [0, CHUNK])
 def test_reset_gives_other_keys_and_leaves_alone_what_is_half_computed(waiting, num_computed):
     """What vLLM computed before may come from other weights; what it begins anew may not."""
