@@ -123,6 +123,10 @@ class SaveSide:
         self._known.clear()
         self._copied.clear()
 
+    def doubt_copied(self) -> None:
+        """After a failed restore: what was copied a moment ago may be lost, as lookups now say."""
+        self._copied.clear()
+
     def consider_again(self, state: RequestState) -> None:
         """After a failed restore: what is computed anew may have to be stored anew."""
         state.next_chunk, state.due = [0] * len(self._engine.parts), 0

@@ -404,6 +404,8 @@ class SchedulerSide:
         for step, num_ranks in report.saved_steps.items():
             self.saves.released(step, num_ranks)
         self._forget_tainted(output, report.failed_step)
+        if report.failed_requests or report.failed_step > self._acknowledged_failure:
+            self.saves.doubt_copied()
         if report.failed_step > self._acknowledged_failure:
             self._acknowledged_failure = report.failed_step
             self.saves.drop_picked()

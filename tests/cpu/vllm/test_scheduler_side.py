@@ -137,11 +137,17 @@ def test_chunk_is_saved_once_though_lookups_do_not_find_it_yet(side, module, mon
     assert len(computes_first_chunk(side, "e").save) == 1, "a rank did not copy it"
 
 
-def test_chunk_that_was_saved_just_now_but_not_restored_is_saved_again(side):
+@pytest.mark.parametrize("report", [{"failed_step": 1}, {"failed_requests": {"b"}}])
+def test_chunk_that_was_saved_just_now_but_not_restored_is_saved_again(side, module, report):
+    """By the next request: the one whose restore failed may have ended by then."""
     first = computes_first_chunk(side, "a")
     side.saves.released(first.step, 1)
-    side.saves.consider_again(side._states["a"])
-    assert len(computes_first_chunk(side, "b").save) == 1
+    side._states.clear()
+    assert computes_first_chunk(side, "c").save == []
+    side._states.clear()
+    report = module.AdpWorkerMetadata(**report)
+    side.on_output(SimpleNamespace(kv_connector_worker_meta=report))
+    assert len(computes_first_chunk(side, "d").save) == 1
 
 
 def restored(side, request):
