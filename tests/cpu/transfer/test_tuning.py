@@ -66,6 +66,13 @@ def test_noise_does_not_move_a_default():
     assert (tuned.restore, tuned.save.staged) == (RESTORE, SAVE.staged)
 
 
+@pytest.mark.parametrize(("ratio", "batch"), [(1.2, SAVE.batch), (1.3, NEVER)])
+def test_saves_stay_with_the_copy_engine_though_it_is_somewhat_slower(ratio, batch):
+    tuned, _ = tuning.measure_thresholds(lambda *_: ratio, ["batch"])
+    assert tuned.save.batch == batch
+    assert tuned.restore.batch == NEVER, "somebody waits for it"
+
+
 def test_what_the_budget_does_not_reach_keeps_its_default():
     def measure(to_device, kind, size):
         if not to_device:
