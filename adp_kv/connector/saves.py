@@ -238,6 +238,7 @@ class SaveSide:
         """Add a chunk of a part to the step's save, unless it is stored or vLLM gave it up."""
         key = part_keys(state.keys[chunk : chunk + 1], part.index)[0]
         name = key.tobytes()
+        # What waits is picked once, though it was forgotten since, after a failed restore.
         if name in self._known or name in self._picked_keys or NULL_BLOCK in blocks:
             return
         self.note(name, stored=True)

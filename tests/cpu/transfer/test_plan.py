@@ -227,6 +227,14 @@ def test_without_batch_scattered_is_direct(num_slices):
     assert the_way(copy, RESTORE, has_batch=False)[0] is Way.DIRECT
 
 
+def test_page_over_staging_has_no_copies_beside_its_kernel():
+    copy = a_copy(run(8 * MiB, 8), 1, 2 * MiB)
+    mixed = Thresholds(NEVER, MiB, NEVER, NEVER, beside_strided=KiB)
+    for staging_bytes, ways in ((2 * MiB, {Way.DIRECT, Way.STAGED}), (MiB, {Way.DIRECT})):
+        plan = make_plan(copy, the_limits((), staging_bytes, 2 * MiB), mixed)
+        assert {piece.way for piece in plan.pieces()} == ways
+
+
 def test_few_pages_go_by_the_copy_engine_in_one_piece():
     few = Thresholds(0, 0, NEVER, NEVER, few_pages=512)
     copies = (a_copy(scattered(8 * KiB, num), 1, 8 * KiB) for num in (512, 513))

@@ -117,8 +117,7 @@ def test_what_waits_is_picked_once_whoever_computes_it_meanwhile(waiting):
 
 
 def test_what_waits_and_is_looked_up_in_vain_is_not_saved_again_while_it_is_copied(waiting):
-    (key,) = {key.tobytes() for key in waiting._states["r"].keys[:1]}
-    waiting.saves.note(key, stored=False)
+    waiting.saves.note(waiting._states["r"].keys[0].tobytes(), stored=False)
     assert len(waiting.build_meta(output_of()).save) == 1
     waiting._states["r"].next_chunk = [0]
     waiting._states["r"].due = 0
